@@ -246,7 +246,7 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     wgmma_wait<0>();
     wgmma_settle(sums);
 
-    // What tokens write.
+    // The tokens' writes to the state.
     uint32_t written[kPairs][4], decayed[kPairs][4];
 #pragma unroll
     for (int tile = 0; tile < 2 * kPairs; ++tile) {

@@ -37,7 +37,7 @@ Status delta_lay_out(const char* op, const DeltaTensors& tensors,
                      std::initializer_list<DType> dtypes, DeltaSizes* sizes, DeltaHeads* q,
                      DeltaHeads* k, DeltaHeads* v, DeltaHeads* out);
 
-// Of prompts: checks the gates, [B, T, Hv] or [B, T, Hv, K]; states [N, Hv, K, V], or null; and
+// For prompts. Checks the gates, [B, T, Hv] or [B, T, Hv, K]; states [N, Hv, K, V], or null; and
 // `cu_seqlens`, or null, which with the sizes make the sequences of the kernels' arguments.
 Status delta_check_gates(const char* op, const TensorView& g, const DeltaSizes& sizes,
                          const Argument& q);

@@ -19,8 +19,8 @@ inline constexpr int kDeltaBlockBytes = kDeltaChunk * 128;  // of 64 columns of 
 inline constexpr int kDeltaGroup = 128;                     // threads
 inline constexpr int kDeltaRuleThreads = kDeltaGroups * kDeltaGroup + kDeltaLoaders;
 
-// Whether threads that multiply and those that load can have so many registers: together not more
-// than the block was launched with, 168 a thread, or setmaxnreg would wait forever.
+// True if threads that multiply and threads that load can have so many registers: together at most
+// as many as the block was launched with, 168 per thread, or setmaxnreg would wait forever.
 constexpr bool delta_registers_fit(int multiply, int load) {
   constexpr int kLaunched = 65536 / kDeltaRuleThreads / 8 * 8;
   return kDeltaGroups * multiply + load <= (kDeltaGroups + 1) * kLaunched &&
@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_stages(const Ring& ring, int64_t chunks, Co
   publish(chunks - 1);
 }
 
-// Where a thread that multiplies stands in its columns of the state. Element 4 n + e of a state is
+// The place of a thread that multiplies in its columns of the state. Element 4 n + e of a state is
 // column across + e / 2 * 8 of the warp's, and row 8 n + along + e % 2.
 struct DeltaThread {
   int warp, across, along;

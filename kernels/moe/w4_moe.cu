@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // w4_moe: rows of x times the 4-bit weights of their experts.
 //
-// As in w4_linear's tiles (kernels/gemv/w4_tiles.cu), weights are decoded in registers as operand A
-// of wgmma, so that rows of the weight are the product's rows and tokens its columns.
+// Weights are decoded in registers as operand A of wgmma, like in w4_linear's tiles
+// (kernels/gemv/w4_tiles.cu), so that rows of the weight are the product's rows and tokens its
+// columns.
 //  - A thread block multiplies one block of the routing, of one expert, with a tile of the expert's
 //    rows. Two warpgroups decode and multiply; further warps, a thread for each row of the tile,
 //    fill a ring of stages of 128 values of K: one box of weights by TMA, rows of x gathered by
@@ -191,7 +192,7 @@ __device__ __forceinline__ void load_stages(const W4MoeArgs& args, char* shared,
   }
 }
 
-// Of a gate, and what it is for.
+// The activation of a gate and the value that it gates.
 __device__ __forceinline__ float gated(const W4MoeArgs& args, float gate, float value) {
   // Comparisons, unlike min and max, keep NaN.
   if (gate > args.limit) gate = args.limit;

@@ -9,7 +9,7 @@
 
 namespace tiercel {
 
-// Of the gate a and what it is for, b; the last one has no gate.
+// Functions of the gate a and the value b; the last one has no gate.
 enum class W4MoeActivation {
   kSilu,          // a * sigmoid(alpha * a) * b
   kSiluResidual,  // a * sigmoid(alpha * a) * (b + 1)
@@ -68,7 +68,7 @@ struct W4MoeCall {
 Status w4_moe_up_plan(const W4MoeCall& call, W4MoePlan* plan);
 Status w4_moe_down_plan(const W4MoeCall& call, W4MoePlan* plan);
 
-// The same, then the launch.
+// Check likewise, then launch.
 Status w4_moe_up(const W4MoeCall& call, void* stream);
 Status w4_moe_down(const W4MoeCall& call, void* stream);
 

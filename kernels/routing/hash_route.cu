@@ -24,7 +24,7 @@ __device__ __forceinline__ float score_of(const HashRouteArgs& args, const char*
                                         : float16_bits_to_float(bits);
 }
 
-// As finish_row_routed; -1 where the table has no expert.
+// Like finish_row_routed; the index is -1 where the table has no expert.
 __device__ __forceinline__ int finish_row_hashed(const HashRouteArgs& args, int64_t row) {
   const int lane = threadIdx.x % 32;
   const char* data = static_cast<const char*>(args.scores) + row * args.row_stride;

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kVerifyThreads)
       static_cast<int*>(args.tokens)[first_row + i] = static_cast<int>(token);
     }
   };
-  // Of the node that the path has come to, which is row `at`.
+  // The state of the path at its last node, which is row `at`.
   int at = 0, depth = 0, rejections = 0;
   bool spent = false;  // rounding has left nothing of r
   Kept kept = args.kept[first_row];

@@ -71,7 +71,7 @@ def test_as_paged_attention_has_them():
 
 
 def derivatives(run, leaves, grad):
-    """Of out and lse together; lse that is minus infinity has none."""
+    """Gradients of out and lse together; an lse of minus infinity has none."""
     out, lse = run()
     finite = lse.masked_fill(lse.isinf(), 0.0)
     return torch.autograd.grad([out, finite], leaves, [grad, torch.ones_like(lse)])
@@ -150,7 +150,7 @@ def test_compile(monkeypatch):
 
 @pytest.mark.parametrize("varlen", [False, True])
 def test_the_logarithms_without_keys(varlen):
-    """What the kernels' way writes without a launch."""
+    """Without keys nothing is launched, and lse has the sinks all the same."""
     (q, k, v, of_q, of_k, *longest), _ = packed()
     if varlen:
         starts = (of_q, torch.zeros_like(of_k), longest[0], 0)

@@ -128,7 +128,7 @@ def gradient(grad, out, lse, grad_lse, sinks):
 
 
 def assert_close(found, grad, out, lse, grad_lse, sinks):
-    """As the tests on a GPU ask: a part of the sum of the terms' magnitudes."""
+    """The bound of the GPU tests: a part of the sum of the terms' magnitudes."""
     products = grad.double() * out.double()
     delta, most = (x.sum(-1).transpose(1, 2) for x in (products, products.abs()))
     if grad_lse is not None:

@@ -62,7 +62,7 @@ def draw(queries, keys, heads, d, dtype=torch.bfloat16, spare=(0, 0), with_lse=F
 
 
 def compare(found, truth):
-    """As tests/emulator/test_attention_backward.py, in norms."""
+    """Bounds of norms, those of tests/emulator/test_attention_backward.py."""
     for one, other in zip(found, truth, strict=True):
         unit = torch.finfo(one.dtype).eps / 2
         assert one.isfinite().all()

@@ -33,7 +33,7 @@ def states(*shape, seed=9):
 
 
 def autograd(grad, inputs, grad_final, initial, starts, scale, l2norm):
-    """Of the float64 recurrence."""
+    """Gradients of the float64 recurrence."""
     given = [t.double().requires_grad_() for t in inputs]
     first = None if initial is None else initial.double().requires_grad_()
     tensors = ref._inputs(*given, scale, l2norm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same for mixtures of experts with 4-bit weights: ids and maps."""
+"""Index fuzz of mixtures of experts with 4-bit weights: ids and maps."""
 
 import pytest
 import torch

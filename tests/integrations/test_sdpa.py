@@ -172,7 +172,7 @@ def test_packed(own):
 @pytest.mark.parametrize("window", [None, (2, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_packed(own, causal, window):
-    """As torch's formula of the gradient calls it, with an infinity where no key is seen."""
+    """Torch's formula of the gradient passes an infinity where no key is seen."""
     starts = [torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 3, 8), (0, 0, 2, 8))]
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(8, h, 16, dtype=torch.bfloat16) for h in (4, 2, 2, 4))

@@ -16,7 +16,7 @@ def make(request):
 
 
 def plan(make, half="up", kind=MXFP4, tokens=64, block=32, activation=SILU, **changes):
-    """Of gpt-oss-20b's shapes."""
+    """A plan for gpt-oss-20b's shapes."""
     experts, k, hidden, inner = 32, 4, 2880, 2880
     dtype = changes.pop("dtype", "bfloat16")
     up = half == "up"

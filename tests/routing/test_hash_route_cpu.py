@@ -80,7 +80,7 @@ def test_what_is_no_expert_has_no_weight_and_no_gradient(scoring):
 @pytest.mark.parametrize("scoring", SCORING)
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_gradients(scoring, renormalize):
-    """Of an expert that a token has twice, too."""
+    """An expert that a token has twice gets both gradients."""
     scores, table = problem()
     table["expert_table"][:, 3] = table["expert_table"][:, 1]
     table["expert_table"][table["token_ids"][4], 0] = -1

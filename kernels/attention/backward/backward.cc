@@ -73,7 +73,7 @@ Status check_grad_lse(const char* op, const AttentionBackwardCall& call,
   return check_contiguous(argument);
 }
 
-// What both forms check behind their own tensors; `queries` and `keys` are shapes in messages.
+// Checks that both forms share; `queries` and `keys` are shapes in messages.
 Status check_rest(const char* op, const AttentionBackwardCall& call, const Sizes& sizes,
                   const char* queries, const char* keys) {
   const TensorView &q = *call.q, &k = *call.k;
@@ -130,7 +130,8 @@ Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
                                           "kernels",
                                           std::to_string(call.starts_q->shape[0])));
   }
-  // As one entry of all rows; the lists of tiles and blocks tell where its sequences are.
+  // The kernels see one batch entry with all rows; the lists of tiles and blocks say where its
+  // sequences are.
   TIERCEL_RETURN_IF_ERROR(attention_problem(kVarlenOp, q, *call.v, 1, q.shape[0], k.shape[0],
                                             k.shape[1], call.options, false, &problem));
   // The order of a sequence's tiles must not depend on how many rows the others have.

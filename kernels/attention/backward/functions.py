@@ -15,7 +15,7 @@ _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "k
 # dimension have fewer.
 _TILES = ((64, 128), (96, 64), (128, 64))
 
-# Of packed sequences; softcap takes the last one for any head dimension.
+# Tiles for packed sequences; with softcap the last one serves any head dimension.
 _PACKED_TILES = (_TILES[0], _TILES[2])
 
 _ONE = 0x3F800000

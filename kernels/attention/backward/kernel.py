@@ -519,14 +519,14 @@ class AttentionBackward:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def ways_out(self, out_address, maps, problem, at):
-        """As `ways_in`, of dv and of dk from each warpgroup's part; `at` is None unless packed."""
+        """Like `ways_in`, for dv and dk from each warpgroup's part; `at` is None unless packed."""
         hidden = None if at is None else PACKED_ROWS - at.seq_k
         sizes = (problem.seq_k, self.d, problem.kv_heads, problem.batch)
         places = sequence_coordinates(*sizes, hidden)
         return [self.way_out(wg, out_address, maps, places) for wg in range(WARPGROUPS)]
 
     def way_out(self, wg, out_address, maps, places):
-        """Of one warpgroup's part."""
+        """The copy of one warpgroup's part to global memory."""
         layout = self.out_layout()
         address = out_address + wg * self.part_bytes
         start = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
@@ -561,7 +561,7 @@ class AttentionBackward:
         return cute.make_rmem_tensor(DETAILS, Int32) if self.packed else None
 
     def look_up(self, tile, order, packed):
-        """What is handed out beside a tile, and what only warp 0 needs."""
+        """The details that the queue hands out with a tile; only warp 0 needs them."""
         return tile_at(packed, tile_position(tile, *order)[0]) if self.packed else ()
 
     def tile(self, tile, details, order, sight, problem):

@@ -21,7 +21,7 @@ def queue_words(details):
 
 
 def _words(details):
-    """Of a slot: the tile and its details."""
+    """8-byte words of a slot: the tile and its details."""
     return (2 + details) // 2
 
 

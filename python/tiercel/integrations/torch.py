@@ -267,7 +267,7 @@ def _are_starts(*tensors: Tensor | None) -> bool:
 
 
 def _window(left: int | None, right: int | None) -> list[int] | None:
-    """As our operators take it: -1 is no limit."""
+    """The window in our operators' form: -1 means no limit."""
     limits = [-1 if limit is None else limit for limit in (left, right)]
     return None if limits == [-1, -1] else limits
 

@@ -65,7 +65,7 @@ def truths(case: Any, inputs: Inputs, where: tuple[Any, ...], share: int) -> Any
 
 
 def _reference(case: Any, inputs: Inputs) -> Any:
-    """Of the last entry."""
+    """The truth for the last batch entry."""
     entry = (slice(-1, None), slice(None))
     return truths(case, inputs, entry, inputs["q"].shape[2] // inputs["k"].shape[2])
 

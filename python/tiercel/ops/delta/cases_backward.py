@@ -42,7 +42,7 @@ def _bytes(case: Any) -> int:
 
 
 def _flops(case: Any) -> int:
-    """Of the states again two products of three, and for the gradients five; twice the small."""
+    """Two of three products for the states again, five for the gradients, the small ones twice."""
     assert _FORWARD.flops is not None
     return 2 * _FORWARD.flops(case) + case["B"] * case["T"] * case["Hv"] * 2 * 128 * 128
 

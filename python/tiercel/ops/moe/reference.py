@@ -291,7 +291,7 @@ def moe_down(
 def _w4_activate(
     sums: Tensor, activation: str, alpha: float, limit: float, interleaved: bool
 ) -> Tensor:
-    """What is between the halves."""
+    """The activation between the two products."""
     if activation == "relu_squared":
         return functional.relu(sums).square()
     a, b = (sums[..., 0::2], sums[..., 1::2]) if interleaved else sums.chunk(2, dim=-1)
