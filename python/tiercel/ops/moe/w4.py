@@ -145,8 +145,9 @@ def w4_moe(
 ) -> Tensor:
     """Each token through the MLPs of its experts, whose weights have 4 bits.
 
-    As :func:`tiercel.fused_moe`, with the weights of :func:`tiercel.w4_linear`, one for each
-    expert, and biases: with N = 2 * I rows of ``w_up``, or I without a gate,
+    This is :func:`tiercel.fused_moe` with biases, and with weights in the formats of
+    :func:`tiercel.w4_linear`, one matrix for each expert. With
+    N = 2 * I rows of ``w_up``, or I without a gate,
 
     ``sum over j of topk_weights[t, j] * (act(x[t] @ up[e].T + up_bias[e]) @ down[e].T +
     down_bias[e])`` with ``e = topk_ids[t, j]``.
