@@ -69,6 +69,7 @@ def waits() -> Callable[[Callable[[], object]], bool]:
 @pytest.mark.gpu
 def test_a_wait_is_seen(waits) -> None:
     x = torch.ones(1, device="cuda")
+    x + 1  # loading a kernel waits for the GPU
     assert waits(x.item) and waits(torch.cuda.synchronize)
     assert not waits(lambda: x + 1)
 

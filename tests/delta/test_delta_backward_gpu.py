@@ -11,6 +11,7 @@ from tiercel.ops.delta import reference as ref
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+LEAST = torch.finfo(torch.float32).tiny
 
 
 def problem(batch, tokens, heads, sizes, dtype=torch.bfloat16, seed=0, gate=2.0):
@@ -55,8 +56,9 @@ def check(grad, inputs, initial=None, grad_final=None, starts=None):
         a, b = a.double(), b.double()
         assert torch.isfinite(a).all(), name
         due_error = of_size * (2.5 if name == "g" else 1.0)
-        assert (a - b).norm() <= due_error * b.norm(), name
-        assert (a - b).abs().max() <= 4 * due_error * b.abs().max(), name
+        # with a gate of -300, gradients lie below the least float32
+        assert (a - b).norm() <= due_error * b.norm() + LEAST, name
+        assert (a - b).abs().max() <= 4 * due_error * b.abs().max() + LEAST, name
     return got
 
 
