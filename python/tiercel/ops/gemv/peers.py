@@ -53,7 +53,7 @@ def _torch_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 # e2m1 among vLLM's scalar types: 2 bits of exponent, 1 of mantissa, signed, finite values only.
-_E2M1_TYPE = 2 | 1 << 8 | 1 << 16 | 1 << 49
+E2M1_TYPE = 2 | 1 << 8 | 1 << 16 | 1 << 49
 
 
 def _marlin_scales(scale: Any, n: int, k: int) -> Any:
@@ -98,7 +98,7 @@ class _Marlin:
             "b_scales": self._scale,
             "global_scale": self._global,
             "workspace": self._workspace,
-            "b_type_id": _E2M1_TYPE,
+            "b_type_id": E2M1_TYPE,
             "size_m": x.shape[0],
             "size_n": self._n,
             "size_k": self._k,
