@@ -108,7 +108,7 @@ def test_the_report_writes_and_checks_them(record, tmp_path):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("nothing --device cpu", "no model 'nothing'; there are Gemma-3-1B, Llama-3.2-1B"),
+        ("nothing --device cpu", "no model 'nothing'; there are DeepSeek-V3, Gemma-3-1B"),
         ("none.json --device cpu", "cannot read none.json"),
         ("--device cpu --prefill 8", "--prefill: '8' is not BATCHxTOKENS"),
         (
