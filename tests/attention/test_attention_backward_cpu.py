@@ -70,7 +70,7 @@ def as_if_there_were_kernels(monkeypatch):
         seen.append((args[6] is not None, args[-2]))
         return operators.BACKWARD(*args[:-1], "ref")
 
-    monkeypatch.setattr(forward, "has_kernels", lambda op, q, v, backend: q.shape[-1] <= 128)
+    monkeypatch.setattr(forward, "has_kernels", lambda op, q, *_: q.shape[-1] <= 128)
     module = import_module("tiercel.ops.attention.attention")
     monkeypatch.setattr(module._ATTENTION, "backward", spy)
     return seen
@@ -131,6 +131,30 @@ def test_compile(as_if_there_were_kernels):
     torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves).backward()
     for x, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(x.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "sizes", "softcap", "due"),
+    [
+        ("attention", torch.float16, (128, 128), 5.0, True),
+        ("attention", torch.float16, (40, 128), None, True),
+        ("attention", torch.float16, (192, 128), None, False),
+        ("attention", torch.bfloat16, (192, 128), None, True),
+        ("attention", torch.bfloat16, (192, 128), 5.0, False),
+        ("attention", torch.bfloat16, (192, 136), None, False),
+        ("attention", torch.bfloat16, (64, 4), None, False),
+        ("attention_varlen", torch.bfloat16, (192, 136), 5.0, True),
+        ("attention_varlen", torch.bfloat16, (256, 256), None, True),
+        ("attention_varlen", torch.bfloat16, (264, 256), None, False),
+        ("attention_varlen", torch.bfloat16, (100, 96), None, False),
+        ("attention_varlen", torch.float16, (136, 136), None, False),
+    ],
+)
+def test_what_has_kernels(monkeypatch, op, dtype, sizes, softcap, due):
+    monkeypatch.setattr(operators.platform, "why_not", lambda device: None)
+    q, v = (torch.zeros(1, 1, d, dtype=dtype) for d in sizes)
+    assert operators.has_kernels(op, q, v, None, softcap) is due
+    assert operators.has_kernels(op, q, v, "ref", softcap) is False
 
 
 def test_gradients_as_the_copy_engine_takes_them():

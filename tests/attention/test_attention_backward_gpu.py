@@ -17,12 +17,14 @@ def make():
     generator = torch.Generator("cuda").manual_seed(7)
 
     def draw(batch, seq_q, seq_k, heads, kv_heads, d, dtype=torch.bfloat16):
-        def rand(length, count):
-            shape = (batch, length, count, d)
+        d, d_v = d if isinstance(d, tuple) else (d, d)
+
+        def rand(length, count, columns):
+            shape = (batch, length, count, columns)
             return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
-        q, k, v = rand(seq_q, heads), rand(seq_k, kv_heads), rand(seq_k, kv_heads)
-        return q, k, v, rand(seq_q, heads)
+        q, k, v = rand(seq_q, heads, d), rand(seq_k, kv_heads, d), rand(seq_k, kv_heads, d_v)
+        return q, k, v, rand(seq_q, heads, d_v)
 
     return draw
 
@@ -66,6 +68,22 @@ def check(tensors, **options):
 def test_small(make, dtype, d, causal):
     for sizes in [(1, 1, 1, 1, 1), (2, 130, 130, 2, 1), (1, 200, 300, 3, 3), (2, 65, 20, 4, 2)]:
         check(make(*sizes, d, dtype), causal=causal)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}])
+def test_small_with_fewer_columns_of_values(make, options):
+    for sizes in [(1, 1, 1, 1, 1), (2, 130, 130, 2, 1), (1, 200, 300, 3, 3), (2, 65, 20, 4, 2)]:
+        check(make(*sizes, (192, 128)), **options)
+
+
+@pytest.mark.parametrize("d", [(192, 128), (136, 128), (192, 8), (96, 128), (128, 40)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_of_another_head_dimension(make, d, causal):
+    for seq_q, seq_k in ((1, 300), (511, 129), (1000, 1024)):
+        check(make(2, seq_q, seq_k, 4, 2, d), causal=causal)
+    check(make(5, 700, 700, 8, 8, d), causal=causal)
+    check(make(1, 2500, 2500, 6, 1, d), causal=causal)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -131,7 +149,7 @@ def test_nothing(make):
             assert gradient.shape == like.shape and (gradient == 0).all()
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, (192, 128)])
 def test_both_outputs(make, d):
     q, k, v, grad = make(2, 300, 400, 4, 2, d)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -163,7 +181,7 @@ def test_large_scores(make):
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, (192, 128)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 100)}])
 def test_in_a_fixed_order_the_same_bits(make, d, options):
     for sizes in [(2, 1000, 1300, 8, 2), (1, 5000, 5000, 12, 12), (40, 300, 300, 8, 8)]:

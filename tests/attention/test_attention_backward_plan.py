@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_backward's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
+import re
+
 import pytest
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 
@@ -14,11 +16,12 @@ def make(request):
     return request.param
 
 
-def arguments(make, shape=(2, 300, 8, 128), keys=(300, 8), dtype="bfloat16", **given):
+def arguments(make, shape=(2, 300, 8, 128), keys=(300, 8), dtype="bfloat16", d_v=None, **given):
     batch, length, heads, d = shape
     k_shape, sums = (batch, *keys, d), (batch, heads, length)
-    shapes = {"grad": shape, "q": shape, "k": k_shape, "v": k_shape, "out": shape, "lse": sums}
-    shapes |= {"grad_lse": None, "dq": shape, "dk": k_shape, "dv": k_shape}
+    out, v_shape = (*shape[:3], d_v or d), (batch, *keys, d_v or d)
+    shapes = {"grad": out, "q": shape, "k": k_shape, "v": v_shape, "out": out, "lse": sums}
+    shapes |= {"grad_lse": None, "dq": shape, "dk": k_shape, "dv": v_shape}
     dtypes = {"lse": "float32", "grad_lse": "float32"}
 
     def tensor(name):
@@ -90,18 +93,50 @@ def test_bad_arguments(make, error, text, changes):
         plan(make, **given)
 
 
-@pytest.mark.parametrize("d", [136, 256])
-def test_large_head_dimensions_have_no_kernel(make, d):
-    with pytest.raises(NotImplementedError, match="`q` must have a head dimension .* up to 128"):
-        plan(make, (2, 300, 8, d))
+@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (136, 8), (144, 64)])
+def test_more_columns_of_keys_than_of_values(make, d, d_v):
+    got = plan(make, (2, 300, 4, d), (300, 2), d_v=d_v)
+    assert got["kernel"] == "attention_backward_bf16_d192v128_64x128"
+    assert got["dynamic_smem"] <= 232448
+    assert (got["tile_m"], got["tile_n"], got["grid"]) == (64, 128, 3 * 2 * 2)
+    blocks = 2 * 4 * 5
+    assert got["workspace"] == blocks * (2 * 64 + 64 * 192 + 1) + 1
 
 
-def test_values_of_another_head_dimension_have_no_kernel(make):
-    names = {"v": (2, 300, 8, 64), "grad": (2, 300, 8, 64), "out": (2, 300, 8, 64)}
-    given = {name: make(*shape, dtype="bfloat16") for name, shape in names.items()}
-    due = "`v` must have the head dimension of `q`, 128, for the precompiled kernels, got 64"
-    with pytest.raises(NotImplementedError, match=f"^attention_backward: {due}"):
-        plan(make, dv=make(2, 300, 8, 64, dtype="bfloat16"), **given)
+@pytest.mark.parametrize(
+    ("d", "d_v", "columns"), [(64, 8, 64), (40, 96, 96), (96, 128, 128), (64, 128, 128)]
+)
+def test_another_head_dimension_of_values_takes_tiles_for_both(make, d, d_v, columns):
+    got = plan(make, (2, 300, 4, d), (300, 2), d_v=d_v)
+    rows = 128 if columns == 64 else 64
+    assert got["kernel"] == f"attention_backward_bf16_d{columns}_{rows}x128"
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "options"),
+    [
+        (136, 136, {}),
+        (64, 136, {}),
+        (200, 128, {}),
+        (256, 256, {}),
+        (192, 128, {"dtype": "float16"}),
+        (192, 128, {"softcap": 30.0}),
+    ],
+)
+def test_what_head_dimensions_have_no_kernel(make, d, d_v, options):
+    due = re.escape(
+        "attention_backward: `q` must have head dimensions up to 128 (bfloat16: 192 without "
+        f"softcap, and 128 of `v`) for the precompiled kernels, got {d} and {d_v} of `v`"
+    )
+    with pytest.raises(NotImplementedError, match=f"^{due}$"):
+        plan(make, (2, 300, 8, d), d_v=d_v, **options)
+
+
+def test_gradients_have_their_tensors_head_dimensions(make):
+    for name, columns in (("grad", 128), ("dq", 192), ("dk", 192), ("dv", 128)):
+        other = make(2, 300, 8, 320 - columns, dtype="bfloat16")
+        with pytest.raises(ValueError, match=f"`{name}` must have shape .*{columns}\\]"):
+            plan(make, (2, 300, 8, 192), d_v=128, **{name: other})
 
 
 def test_a_workspace_is_asked_for(make):

@@ -16,15 +16,16 @@ def starts_of(*lengths, before=0):
 
 
 def draw(rows_q, rows_k, heads, d, dtype=torch.bfloat16):
-    """q, k, v, grad."""
+    """q, k, v, grad; `d` may be two head dimensions, the second one that of v."""
+    d, d_v = d if isinstance(d, tuple) else (d, d)
     generator = torch.Generator("cuda").manual_seed(7)
 
-    def rand(rows, count):
-        made = torch.randn(rows, count, d, device="cuda", generator=generator)
+    def rand(rows, count, columns):
+        made = torch.randn(rows, count, columns, device="cuda", generator=generator)
         return made.to(dtype)
 
-    shapes = ((rows_q, heads[0]), (rows_k, heads[1]), (rows_k, heads[1]), (rows_q, heads[0]))
-    return [rand(*shape) for shape in shapes]
+    of_q, of_k = (rows_q, heads[0]), (rows_k, heads[1])
+    return [rand(*shape) for shape in ((*of_q, d), (*of_k, d), (*of_k, d_v), (*of_q, d_v))]
 
 
 def gradients(q, k, v, grad, starts_q, starts_k, longest, **options):
@@ -46,7 +47,7 @@ def assert_right(found, q, k, v, grad, starts_q, starts_k, longest, **options):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
 def test_small(d, options):
     lengths = ([300, 1, 0, 130, 129], [300, 1, 7, 130, 64])
@@ -55,7 +56,7 @@ def test_small(d, options):
     assert_right(gradients(*call, **options), *call, **options)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256, (136, 200)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 40)}])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 def test_many_sequences(d, options, heads):
@@ -72,9 +73,11 @@ def test_more_sequences_than_threads_list_at_a_time():
     assert_right(gradients(*call, causal=True), *call, causal=True)
 
 
-def test_softcap():
-    """The kernels alone: attention_varlen's forward has none."""
-    q, k, v, grad = draw(500, 500, (4, 2), 64)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, (192, 128), 256])
+def test_softcap(d):
+    """The kernels alone, from results of float64."""
+    q, k, v, grad = draw(500, 500, (4, 2), d)
     starts, options = starts_of(200, 300), {"causal": True, "softcap": 5.0}
     doubles = [x.double() for x in (grad, q, k, v)]
     forward = tiercel.ref.attention_varlen
@@ -120,7 +123,7 @@ def test_any_contents_of_starts(starts, deterministic):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256])
 def test_a_fixed_order_gives_a_sequence_its_bits(d, options):
     """In any batch, and at each call."""
     lengths = [(211 * i) % 1500 + 1 for i in range(30)]
@@ -143,10 +146,11 @@ def test_a_fixed_order_gives_a_sequence_its_bits(d, options):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_training_step_in_a_graph_whose_sequences_change(deterministic):
+@pytest.mark.parametrize("d", [128, (192, 128), 256])
+def test_a_training_step_in_a_graph_whose_sequences_change(d, deterministic):
     """Captured once, without a wait for the GPU; starts are written between two replays."""
     rows = 700
-    q, k, v, grad = draw(rows, rows, (4, 2), 128)
+    q, k, v, grad = draw(rows, rows, (4, 2), d)
     starts = torch.zeros(6, dtype=torch.int32, device="cuda")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 

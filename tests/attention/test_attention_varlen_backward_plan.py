@@ -15,11 +15,14 @@ def make(request):
     return request.param
 
 
-def arguments(make, rows=(900, 1000), heads=(8, 2), d=64, batch=3, dtype="bfloat16", **given):
+def arguments(
+    make, rows=(900, 1000), heads=(8, 2), d=64, batch=3, dtype="bfloat16", d_v=None, **given
+):
     q, k, sums = (rows[0], heads[0], d), (rows[1], heads[1], d), (heads[0], rows[0])
-    shapes = {"grad": q, "q": q, "k": k, "v": k, "cu_seqlens_q": (batch + 1,)}
-    shapes |= {"cu_seqlens_k": (batch + 1,), "out": q, "lse": sums, "grad_lse": None}
-    shapes |= {"dq": q, "dk": k, "dv": k}
+    out, v = (*q[:2], d_v or d), (*k[:2], d_v or d)
+    shapes = {"grad": out, "q": q, "k": k, "v": v, "cu_seqlens_q": (batch + 1,)}
+    shapes |= {"cu_seqlens_k": (batch + 1,), "out": out, "lse": sums, "grad_lse": None}
+    shapes |= {"dq": q, "dk": k, "dv": v}
     dtypes = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
 
     def tensor(name):
@@ -51,6 +54,28 @@ def test_every_head_dimension_has_a_kernel(make, d, softcap, dtype, short):
     blocks, tiles = 900 // rows + 5, 1000 // 128 + 5
     assert got["grid"] == 2 * tiles
     floats = 8 * blocks * (2 * rows + rows * columns + 1)
+    assert got["workspace"] == floats + 8 * tiles + 2 * blocks + 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "softcap", "name", "keys"),
+    [
+        (192, 128, 0.0, "d192v128_64x128", 128),
+        (136, 8, 0.0, "d192v128_64x128", 128),
+        (192, 128, 30.0, "d256_64x64", 64),
+        (192, 136, 0.0, "d256_64x64", 64),
+        (256, 256, 0.0, "d256_64x64", 64),
+        (256, 256, 30.0, "d256_64x64", 64),
+        (64, 136, 0.0, "d256_64x64", 64),
+    ],
+)
+def test_wide_heads(make, d, d_v, softcap, name, keys):
+    got = plan(make, d=d, d_v=d_v, softcap=softcap)
+    assert got["kernel"] == f"attention_backward_bf16_{name}_packed"
+    assert got["dynamic_smem"] <= 232448  # what a block may have on Hopper
+    blocks, tiles = 900 // 64 + 5, 1000 // keys + 5
+    assert (got["tile_n"], got["grid"]) == (keys, 2 * tiles)
+    floats = 8 * blocks * (2 * 64 + 64 * (192 if keys == 128 else 256) + 1)
     assert got["workspace"] == floats + 8 * tiles + 2 * blocks + 4 + 1
 
 
@@ -118,7 +143,11 @@ def test_bad_arguments(make, error, text, changes):
 @pytest.mark.parametrize(
     ("text", "given"),
     [
-        ("`q` must have a head dimension .* up to 128", {"d": 136}),
+        (
+            "`q` must have head dimensions up to 128 .bfloat16: 256. .*, got 136 and 136 of `v`",
+            {"d": 136, "dtype": "float16"},
+        ),
+        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 264}),
         ("`q` must have fewer than 2\\^29 rows", {"rows": (MOST + 1, 1000)}),
         ("`k` must have fewer than 2\\^29 rows", {"rows": (900, MOST + 1)}),
         ("`q` must have fewer than 2\\^30 blocks", {"rows": (MOST, MOST), "heads": (128, 128)}),
@@ -130,12 +159,9 @@ def test_what_there_is_no_kernel_for(text, given):
         plan(ExchangeTensor, **given)
 
 
-def test_values_of_another_head_dimension_have_no_kernel(make):
-    given = {"v": (1000, 2, 32), "grad": (900, 8, 32), "out": (900, 8, 32), "dv": (1000, 2, 32)}
-    tensors = {name: make(*shape, dtype="bfloat16") for name, shape in given.items()}
-    due = "`v` must have the head dimension of `q`, 64, for the precompiled kernels, got 32"
-    with pytest.raises(NotImplementedError, match=f"^attention_varlen_backward: {due}"):
-        plan(make, **tensors)
+def test_values_of_another_head_dimension_take_tiles_for_both(make):
+    assert plan(make, d=64, d_v=32)["kernel"] == "attention_backward_bf16_d64_128x128_packed"
+    assert plan(make, d=64, d_v=72)["kernel"] == "attention_backward_bf16_d128_64x128_packed"
 
 
 def test_a_workspace_is_asked_for(make):

@@ -28,14 +28,16 @@ def gradients(tensors, deterministic=False, **options):
 
 
 def draw(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, with_lse=False, **options):
-    """(grad, q, k, v, out, lse, grad_lse) as a launch takes them, and the truth."""
+    """(grad, q, k, v, out, lse, grad_lse) as a launch takes them, and the truth. `d` may be two
+    head dimensions, the second one that of v."""
+    d, d_v = d if isinstance(d, tuple) else (d, d)
     generator = torch.Generator().manual_seed(7)
 
     def rand(*shape):
         return torch.randn(*shape, generator=generator)
 
-    q, grad = (rand(batch, seq_q, heads[0], d).to(dtype) for _ in range(2))
-    k, v = (rand(batch, seq_k, heads[1], d).to(dtype) for _ in range(2))
+    q, grad = (rand(batch, seq_q, heads[0], columns).to(dtype) for columns in (d, d_v))
+    k, v = (rand(batch, seq_k, heads[1], columns).to(dtype) for columns in (d, d_v))
     grad_lse = rand(batch, heads[0], seq_q) if with_lse else None
     doubles = [x.double() for x in (grad, q, k, v)]
     out, lse = tiercel.ref.attention(*doubles[1:], return_lse=True, **options)
@@ -67,9 +69,23 @@ def test_every_kernel(d, dtype, options):
     check(1, 70, 140, (2, 1), d, dtype, **options)
 
 
-@pytest.mark.parametrize("d", [8, 72])
+@pytest.mark.parametrize("d", [8, 72, (136, 128), (64, 128), (96, 40), (192, 8)])
 def test_head_dimensions_of_no_kernel_s_own(d):
     check(1, 65, 129, (1, 1), d, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 70, 140, (2, 1)), {}),
+        ((1, 200, 200, (1, 1)), {"causal": True}),
+        ((2, 1, 1, (1, 1)), {}),
+        ((1, 200, 60, (1, 1)), {"causal": True}),  # queries that see no key
+        ((1, 150, 300, (4, 2)), {"window": (40, 5), "with_lse": True}),
+    ],
+)
+def test_values_of_fewer_columns_than_keys(sizes, options):
+    check(*sizes, (192, 128), **options)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +103,9 @@ def test_edges(sizes, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 60)}])
-def test_a_fixed_order(options):
-    tensors, truth = draw(1, 200, 300, (2, 2), 64, **options)
+@pytest.mark.parametrize("d", [64, (192, 128)])
+def test_a_fixed_order(d, options):
+    tensors, truth = draw(1, 200, 300, (2, 2), d, **options)
     found = gradients(tensors, deterministic=True, **options)
     compare(found, truth)
     again = gradients(tensors, deterministic=True, **options)
@@ -113,9 +130,10 @@ def test_queries_that_see_few_keys(keys):
 
 
 @pytest.mark.parametrize("seed", [3, 11])
-def test_warps_in_other_orders(seed):
+@pytest.mark.parametrize("d", [128, (192, 128)])
+def test_warps_in_other_orders(d, seed):
     with running(seed=seed):
-        check(1, 200, 140, (2, 1), 128, causal=True)
+        check(1, 200, 140, (2, 1), d, causal=True)
 
 
 def test_strides():

@@ -80,16 +80,17 @@ class Packed:
         generator = torch.Generator().manual_seed(seed)
         self.rows = queries, keys = draw.randint(1, 220), draw.randint(1, 300)
         self.heads, self.kv_heads = draw.choice(((1, 1), (2, 1), (3, 3)))
-        self.d = draw.choice(sizes)
+        columns = draw.choice(sizes)  # of q and k, or a pair of those and of v's
+        self.d, self.d_v = columns if isinstance(columns, tuple) else (columns, columns)
         self.sequences = draw.randint(1, 5)
 
-        def rand(rows, heads):
-            return inside(torch.randn(rows, heads, self.d, generator=generator).to(dtype))
+        def rand(rows, heads, columns):
+            return inside(torch.randn(rows, heads, columns, generator=generator).to(dtype))
 
         self.inputs = (
-            rand(queries, self.heads),
-            rand(keys, self.kv_heads),
-            rand(keys, self.kv_heads),
+            rand(queries, self.heads, self.d),
+            rand(keys, self.kv_heads, self.d),
+            rand(keys, self.kv_heads, self.d_v),
         )
         self.values = [starts(draw, self.sequences, rows) for rows in self.rows]
         self.starts = [integers(draw, values) for values in self.values]
@@ -97,7 +98,7 @@ class Packed:
         self.mask = draw.choice(({}, {"causal": True}, {"window": (30, 5)}, {"window": (-1, 7)}))
         left, right = self.mask.get("window", (-1, -1))
         self.limits = (left, 0 if self.mask.get("causal") else right)
-        self.out = inside(torch.full(self.inputs[0].shape, torch.nan, dtype=torch.bfloat16))
+        self.out = inside(torch.full((queries, self.heads, self.d_v), torch.nan).bfloat16())
         self.lse = None
         if draw.random() < 0.7:
             self.lse = inside(torch.full((self.heads, queries), torch.nan))
@@ -179,7 +180,7 @@ def test_attention_varlen_of_float8(seed):
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_attention_varlen_backward(seed):
-    call = Packed(seed, torch.bfloat16, (40, 64, 128))
+    call = Packed(seed, torch.bfloat16, (40, 64, 128, (192, 128), 256))
     out, lse = call.truth()
     out, lse = out.bfloat16(), lse.float()
     generator = torch.Generator().manual_seed(seed)

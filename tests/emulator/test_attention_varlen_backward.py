@@ -42,15 +42,17 @@ def starts_of(lengths, before=0):
 
 def draw(queries, keys, heads, d, dtype=torch.bfloat16, spare=(0, 0), with_lse=False, **options):
     """(grad, q, k, v, starts, out, lse, grad_lse) as a launch takes them, and the truth. `spare`
-    rows come before the first sequence and after the last one."""
+    rows come before the first sequence and after the last one; `d` may be two head dimensions, the
+    second one that of v."""
+    d, d_v = d if isinstance(d, tuple) else (d, d)
     generator = torch.Generator().manual_seed(7)
     rows_q, rows_k = (sum(lengths) + sum(spare) for lengths in (queries, keys))
 
     def rand(*shape):
         return torch.randn(*shape, generator=generator)
 
-    q, grad = (rand(rows_q, heads[0], d).to(dtype) for _ in range(2))
-    k, v = (rand(rows_k, heads[1], d).to(dtype) for _ in range(2))
+    q, grad = (rand(rows_q, heads[0], columns).to(dtype) for columns in (d, d_v))
+    k, v = (rand(rows_k, heads[1], columns).to(dtype) for columns in (d, d_v))
     starts = [starts_of(lengths, spare[0]) for lengths in (queries, keys)]
     grad_lse = rand(heads[0], rows_q) if with_lse else None
     doubles = [x.double() for x in (grad, q, k, v)]
@@ -91,7 +93,20 @@ def test_lengths(options, lengths):
     check(*lengths, (2, 1), 64, **options)
 
 
-@pytest.mark.parametrize("d", [8, 96])
+@pytest.mark.parametrize(
+    ("d", "dtype", "options"),
+    [
+        ((192, 128), torch.bfloat16, {"causal": True}),
+        (256, torch.bfloat16, {}),
+        (256, torch.bfloat16, {"causal": True, "softcap": 2.0}),
+        (256, torch.bfloat16, {"window": (100, 5)}),
+    ],
+)
+def test_wide_heads(d, dtype, options):
+    check([300, 1, 0, 130], [300, 1, 7, 64], (2, 1), d, dtype, **options)
+
+
+@pytest.mark.parametrize("d", [8, 96, 136, (40, 128), (256, 64), (64, 256), (192, 136)])
 def test_head_dimensions_of_no_kernel_s_own(d):
     check([65, 1, 20], [129, 1, 30], (1, 1), d, causal=True)
 
@@ -101,10 +116,13 @@ def test_gradients_of_the_logarithms():
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
-@pytest.mark.parametrize("spare", [(3, 0), (0, 200), (70, 133)])
-def test_rows_in_no_sequence(options, spare):
+@pytest.mark.parametrize(
+    ("spare", "d"),
+    [((3, 0), 64), ((0, 200), 64), ((70, 133), 64), ((70, 133), (192, 128)), ((70, 133), 256)],
+)
+def test_rows_in_no_sequence(options, spare, d):
     """Those of q and k are NaN, and so is all else that a caller may leave there but `lse`."""
-    tensors, truth = draw([100, 30], [60, 90], (2, 1), 64, spare=spare, **options)
+    tensors, truth = draw([100, 30], [60, 90], (2, 1), d, spare=spare, **options)
     grad, q, k, v, starts_q, starts_k, out, lse, _ = tensors
     for tensor, starts in ((grad, starts_q), (q, starts_q), (out, starts_q), (k, starts_k)):
         tensor[: starts[0]] = tensor[starts[-1] :] = torch.nan
@@ -117,7 +135,7 @@ def test_rows_in_no_sequence(options, spare):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 60)}])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, (192, 128)])
 def test_bits_are_those_of_each_sequence(d, options):
     """In a fixed order of dq: what a sequence gets does not depend on the others beside it."""
     queries, keys = [200, 0, 1, 140], [300, 9, 130, 140]
@@ -155,8 +173,9 @@ def test_more_sequences_than_threads_list_at_a_time():
 
 @pytest.mark.parametrize("seed", [3, 11])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_warps_in_other_orders(seed, deterministic):
-    tensors, truth = draw([200, 60, 1], [140, 200, 5], (2, 1), 128, causal=True)
+@pytest.mark.parametrize("d", [128, (192, 128), 256])
+def test_warps_in_other_orders(d, seed, deterministic):
+    tensors, truth = draw([200, 60, 1], [140, 200, 5], (2, 1), d, causal=True)
     with running(seed=seed):
         compare(gradients(tensors, deterministic=deterministic, causal=True), truth)
 

@@ -3,7 +3,7 @@
 //
 // prepare: lse and delta of each row, with those of rows that see no key such that p is 0; and
 // zeros in the workspace. finish: dq, scaled and rounded, from the float32 sums, which are in the
-// order of two warpgroups' accumulators; shared memory turns them into rows.
+// order of warpgroups' accumulators; shared memory turns them into rows.
 #include "kernels/attention/backward/kernels.h"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
@@ -13,10 +13,6 @@
 
 namespace tiercel {
 namespace {
-
-// Queries per block.
-template <int kD>
-constexpr int kRows = kD == 64 ? 128 : 64;
 
 constexpr int kThreads = kAttentionBackwardThreads;
 
@@ -28,8 +24,8 @@ struct Place {
   int head;
 };
 
-// Returns false for a block without rows.
-template <int kD, bool kPacked>
+// Returns false for a block without rows; others have up to kRows.
+template <int kRows, bool kPacked>
 __device__ __forceinline__ bool find_place(const AttentionBackwardRowsArgs& args, Place& place) {
   place.pair = blockIdx.x / args.blocks;
   if constexpr (kPacked) {
@@ -38,7 +34,7 @@ __device__ __forceinline__ bool find_place(const AttentionBackwardRowsArgs& args
     place.row = block.row;
     place.end = block.end;
   } else {
-    place.row = static_cast<int64_t>(blockIdx.x % args.blocks) * kRows<kD>;
+    place.row = static_cast<int64_t>(blockIdx.x % args.blocks) * kRows;
     place.end = args.rows;
   }
   place.entry = place.pair / args.heads;
@@ -55,22 +51,22 @@ __device__ __forceinline__ char* row_of(const AttentionRows& rows, const Place& 
 
 // delta = rowsum(grad * out) - grad_lse, and logarithms of sums to the base 2; infinite where no
 // query is or it sees no key, so that its probabilities are 0. Clears the sums of dq.
-template <typename Format, int kD, bool kPacked>
+template <typename Format, int kRows, int kDv, bool kPacked>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_prepare(const __grid_constant__ AttentionBackwardRowsArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
-  constexpr int kLanes = kD / 8;  // a row, 16 bytes each
+  constexpr int kLanes = kDv / 8;  // a row, 16 bytes each
   Place place;
-  if (!find_place<kD, kPacked>(args, place)) return;
-  float* stats = args.stats + static_cast<int64_t>(blockIdx.x) * 2 * kRows<kD>;
+  if (!find_place<kRows, kPacked>(args, place)) return;
+  float* stats = args.stats + static_cast<int64_t>(blockIdx.x) * 2 * kRows;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
-  for (int first = 0; first < kRows<kD>; first += kThreads / kLanes) {
+  for (int first = 0; first < kRows; first += kThreads / kLanes) {
     const int row = first + threadIdx.x / kLanes;
     const bool there = place.row + row < place.end;
     float sum = 0.0f;
-    if (there && lane * 8 < args.d) {
+    if (there && lane * 8 < args.d_v) {
       uint32_t out[4], grad[4];
       load_vector(out, row_of(args.out, place, row) + lane * 16);
       load_vector(grad, row_of(args.grad, place, row) + lane * 16);
@@ -92,37 +88,39 @@ __global__ void __launch_bounds__(kThreads)
       }
       const bool sees = lse != -INFINITY;
       stats[row] = sees ? lse * kLog2E : INFINITY;
-      stats[kRows<kD> + row] = sees ? sum : 0.0f;
+      stats[kRows + row] = sees ? sum : 0.0f;
     }
   }
   const uint32_t zeros[4] = {};
-  float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows<kD> * kD;
-#pragma unroll
-  for (int i = threadIdx.x * 4; i < kRows<kD> * kD; i += kThreads * 4) {
+  const int count = kRows * args.tile_d;
+  float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * count;
+#pragma unroll 8
+  for (int i = threadIdx.x * 4; i < count; i += kThreads * 4) {
     store_vector(sums + i, zeros);
   }
   if (args.turns != nullptr && threadIdx.x == 0) args.turns[blockIdx.x] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
 }
 
-// The sums of dq are in the order of two warpgroups' accumulators: each has 64 rows and all columns
-// or, if there are 64 rows, all rows and half of the columns.
-template <typename Format, int kD, bool kPacked>
+// The sums of dq are in the order of accumulators of 64 rows, eight columns at a time. A block
+// takes kD columns, two times 64 rows or 64; each half of its threads takes half of the sums.
+template <typename Format, int kRows, int kD, bool kPacked>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_finish(const __grid_constant__ AttentionBackwardRowsArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
   constexpr int kPairs = kD / 2;
   constexpr int kStride = kPairs + 4;  // neighbouring rows in other banks
-  __shared__ alignas(16) uint32_t tile[kRows<kD> * kStride];
+  __shared__ alignas(16) uint32_t tile[kRows * kStride];
   Place place;
-  if (!find_place<kD, kPacked>(args, place)) return;
-  const float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows<kD> * kD;
+  if (!find_place<kRows, kPacked>(args, place)) return;
+  const int64_t part = static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y;
+  const float* sums = args.sums + part * (kRows * kD);
   const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
-  constexpr bool kByRows = kRows<kD> == 128;
+  constexpr bool kByRows = kRows == 128;
   const int row = (kByRows ? half * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
   const int column = kByRows ? 0 : half * kPairs / 2;
-  constexpr int kChunks = kRows<kD> * kD / kThreads / 4;  // of four sums
+  constexpr int kChunks = kRows * kD / kThreads / 4;  // of four sums
   uint32_t words[kChunks][4];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -140,32 +138,42 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   constexpr int kLanes = kD / 8;
   const int lane = threadIdx.x % kLanes;
+  const int to = blockIdx.y * kD + lane * 8;
 #pragma unroll
-  for (int first = 0; first < kRows<kD>; first += kThreads / kLanes) {
+  for (int first = 0; first < kRows; first += kThreads / kLanes) {
     const int r = first + threadIdx.x / kLanes;
-    if (place.row + r < place.end && lane * 8 < args.d) {
+    if (place.row + r < place.end && to < args.d) {
       uint32_t piece[4];
       load_vector(piece, tile + r * kStride + lane * 4);
-      store_vector(row_of(args.dq, place, r) + lane * 16, piece);
+      store_vector(row_of(args.dq, place, r) + to * 2, piece);
     }
   }
 }
 
-#define TIERCEL_KERNELS(dtype, d, packed)                                               \
-  {DType::k##dtype,                                                                     \
-   d,                                                                                   \
-   kRows<d>,                                                                            \
-   packed,                                                                              \
-   Kernel("attention_backward_prepare<" #dtype ", " #d ", " #packed ">",                \
-          reinterpret_cast<const void*>(attention_backward_prepare<dtype, d, packed>)), \
-   Kernel("attention_backward_finish<" #dtype ", " #d ", " #packed ">",                 \
-          reinterpret_cast<const void*>(attention_backward_finish<dtype, d, packed>))}
+// Tiles of `d` columns of q, whose dq a block finishes `columns` of, and of `d_v` of v.
+#define TIERCEL_KERNELS(dtype, m, d, d_v, columns, packed)                                   \
+  {DType::k##dtype,                                                                          \
+   d,                                                                                        \
+   d_v,                                                                                      \
+   m,                                                                                        \
+   columns,                                                                                  \
+   packed,                                                                                   \
+   Kernel("attention_backward_prepare<" #dtype ", " #m ", " #d_v ", " #packed ">",           \
+          reinterpret_cast<const void*>(attention_backward_prepare<dtype, m, d_v, packed>)), \
+   Kernel("attention_backward_finish<" #dtype ", " #m ", " #columns ", " #packed ">",        \
+          reinterpret_cast<const void*>(attention_backward_finish<dtype, m, columns, packed>))}
 
-const AttentionBackwardRowsKernel kKernels[] = {
-    TIERCEL_KERNELS(BFloat16, 64, false), TIERCEL_KERNELS(BFloat16, 128, false),
-    TIERCEL_KERNELS(Float16, 64, false),  TIERCEL_KERNELS(Float16, 128, false),
-    TIERCEL_KERNELS(BFloat16, 64, true),  TIERCEL_KERNELS(BFloat16, 128, true),
-    TIERCEL_KERNELS(Float16, 64, true),   TIERCEL_KERNELS(Float16, 128, true)};
+const AttentionBackwardRowsKernel kKernels[] = {TIERCEL_KERNELS(BFloat16, 128, 64, 64, 64, false),
+                                                TIERCEL_KERNELS(BFloat16, 64, 128, 128, 128, false),
+                                                TIERCEL_KERNELS(BFloat16, 64, 192, 128, 64, false),
+                                                TIERCEL_KERNELS(Float16, 128, 64, 64, 64, false),
+                                                TIERCEL_KERNELS(Float16, 64, 128, 128, 128, false),
+                                                TIERCEL_KERNELS(BFloat16, 128, 64, 64, 64, true),
+                                                TIERCEL_KERNELS(BFloat16, 64, 128, 128, 128, true),
+                                                TIERCEL_KERNELS(BFloat16, 64, 192, 128, 64, true),
+                                                TIERCEL_KERNELS(BFloat16, 64, 256, 256, 64, true),
+                                                TIERCEL_KERNELS(Float16, 128, 64, 64, 64, true),
+                                                TIERCEL_KERNELS(Float16, 64, 128, 128, 128, true)};
 
 }  // namespace
 

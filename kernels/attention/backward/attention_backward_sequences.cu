@@ -4,7 +4,7 @@
 // A thread takes a sequence, of up to 1024 at a time: starts are cut to the tensor and to the
 // largest one before them, whatever cu_seqlens holds, so that sequences follow each other; sums
 // over the sequences before it say where its part of the lists begins. A warp then writes a
-// sequence's parts. Both are short: 8 bytes per 64 or 128 queries, 32 per 128 keys.
+// sequence's parts. Both are short: 8 bytes per 64 or 128 queries, 32 per 64 or 128 keys.
 #include "kernels/attention/backward/kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const Both first_row = threadIdx.x == 0 ? start : sequences[threadIdx.x - 1].end;
     const Both mine{(end.q - first_row.q + args.tile_m - 1) / args.tile_m,
-                    (end.k - first_row.k + kAttentionBackwardKeys - 1) / kAttentionBackwardKeys};
+                    (end.k - first_row.k + args.tile_n - 1) / args.tile_n};
     const Both behind = scan(mine, parts, warps, Total());
     sequences[threadIdx.x].first_row = first_row;
     sequences[threadIdx.x].first = {behind.q - mine.q, behind.k - mine.k};
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int32_t b = lane; b < blocks; b += 32) {
         args.blocks[one.first.q + b] = {one.first_row.q + b * args.tile_m, one.end.q};
       }
-      const int32_t tiles = (seq_k + kAttentionBackwardKeys - 1) / kAttentionBackwardKeys;
+      const int32_t tiles = (seq_k + args.tile_n - 1) / args.tile_n;
       for (int32_t t = lane; t < tiles; t += 32) {
         args.tiles[one.first.k + t] = {args.descending ? tiles - 1 - t : t,
                                        seq_k,

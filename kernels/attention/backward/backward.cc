@@ -18,7 +18,6 @@ namespace {
 
 constexpr char kOp[] = "attention_backward";
 constexpr char kVarlenOp[] = "attention_varlen_backward";
-constexpr int64_t kMaxHeadDimension = 128;
 constexpr int64_t kL2Bytes = 32 << 20;       // of 50 MB, for the tiles in flight
 constexpr int64_t kMost = int64_t{1} << 30;  // blocks, tiles and sequences have 32-bit numbers
 
@@ -73,22 +72,40 @@ Status check_grad_lse(const char* op, const AttentionBackwardCall& call,
   return check_contiguous(argument);
 }
 
-// Checks that both forms share; `queries` and `keys` are shapes in messages.
+// The kernel with the smallest tiles that the head dimensions fit; null if there is none.
+const AttentionBackwardKernel* find_kernel(DType dtype, const Sizes& sizes) {
+  const AttentionProblem& problem = sizes.problem;
+  const AttentionBackwardKernel* found = nullptr;
+  const auto columns = [](const AttentionBackwardVariant& of) { return of.max_d + of.max_d_v; };
+  for (const AttentionBackwardKernel& kernel : KernelTable(attention_backward_kernels)) {
+    const AttentionBackwardVariant& variant = kernel.variant;
+    if (variant.dtype == dtype && (problem.capped ? variant.capped : variant.plain) &&
+        variant.packed == sizes.packed && variant.max_d >= problem.d &&
+        variant.max_d_v >= problem.d_v &&
+        (found == nullptr || columns(variant) < columns(found->variant))) {
+      found = &kernel;
+    }
+  }
+  return found;
+}
+
+// Checks that both forms share; `queries` and the like are shapes in messages.
 Status check_rest(const char* op, const AttentionBackwardCall& call, const Sizes& sizes,
-                  const char* queries, const char* keys) {
+                  const char* queries, const char* results, const char* keys, const char* values) {
   const TensorView &q = *call.q, &k = *call.k;
   const AttentionProblem& problem = sizes.problem;
   const bool empty = problem.empty();
-  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "grad", *call.grad, q, q, empty, queries));
+  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "grad", *call.grad, *call.out, q, empty, results));
   TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dq", *call.dq, q, q, empty, queries));
   TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dk", *call.dk, k, q, empty, keys));
-  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dv", *call.dv, k, q, empty, keys));
-  if (problem.d > kMaxHeadDimension) {
+  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dv", *call.dv, *call.v, q, empty, values));
+  if (find_kernel(q.dtype, sizes) == nullptr) {
+    const char* also = sizes.packed ? "256" : "192 without softcap, and 128 of `v`";
     return Status::Unimplemented(
         mismatch(Argument{op, "q", q},
-                 "have a head dimension that is a multiple of 8 up to 128 for the precompiled "
-                 "kernels",
-                 std::to_string(problem.d)));
+                 "have head dimensions up to 128 (bfloat16: " + std::string(also) +
+                     ") for the precompiled kernels",
+                 std::to_string(problem.d) + " and " + std::to_string(problem.d_v) + " of `v`"));
   }
   const int64_t pairs = std::max<int64_t>(problem.batch * problem.heads, 1);
   const int64_t longest = std::max(problem.seq_q, problem.seq_k);
@@ -104,10 +121,10 @@ Status check(const AttentionBackwardCall& call, Sizes* sizes) {
   AttentionProblem& problem = sizes->problem;
   TIERCEL_RETURN_IF_ERROR(
       check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
-  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kOp, *call.v, problem));
   TIERCEL_RETURN_IF_ERROR(
       check_grad_lse(kOp, call, {problem.batch, problem.heads, problem.seq_q}, "[B, H, Sq]"));
-  return check_rest(kOp, call, *sizes, "[B, Sq, H, D]", "[B, Sk, Hk, D]");
+  return check_rest(kOp, call, *sizes, "[B, Sq, H, D]", "[B, Sq, H, Dv]", "[B, Sk, Hk, D]",
+                    "[B, Sk, Hk, Dv]");
 }
 
 Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
@@ -136,13 +153,13 @@ Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
                                             k.shape[1], call.options, false, &problem));
   // The order of a sequence's tiles must not depend on how many rows the others have.
   problem.growing = call.options.right >= 0 && call.options.left < 0;
-  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kVarlenOp, *call.v, problem));
   if (!problem.empty()) {
     TIERCEL_RETURN_IF_ERROR(check_attention_packed_maps(kVarlenOp, packed));
   }
   TIERCEL_RETURN_IF_ERROR(
       check_grad_lse(kVarlenOp, call, {problem.heads, problem.seq_q}, "[H, Tq]"));
-  return check_rest(kVarlenOp, call, *sizes, "[Tq, H, D]", "[Tk, Hk, D]");
+  return check_rest(kVarlenOp, call, *sizes, "[Tq, H, D]", "[Tq, H, Dv]", "[Tk, Hk, D]",
+                    "[Tk, Hk, Dv]");
 }
 
 struct Choice {
@@ -174,23 +191,17 @@ struct Choice {
 Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiprocessors) {
   const AttentionProblem& problem = sizes.problem;
   Choice choice;
-  for (const AttentionBackwardKernel& kernel : KernelTable(attention_backward_kernels)) {
-    const AttentionBackwardVariant& variant = kernel.variant;
-    if (variant.dtype == dtype && variant.capped == problem.capped &&
-        variant.packed == sizes.packed && variant.max_d >= problem.d &&
-        (choice.kernel == nullptr || variant.max_d < choice.kernel->variant.max_d)) {
-      choice.kernel = &kernel;
-    }
-  }
+  choice.kernel = find_kernel(dtype, sizes);
   const AttentionBackwardVariant& variant = choice.kernel->variant;
   choice.rows = KernelTable(attention_backward_rows_kernels).find([&](const auto& rows) {
-    return rows.dtype == dtype && rows.tile_d == variant.tile_d && rows.tile_m == variant.tile_m &&
+    return rows.dtype == dtype && rows.tile_d == variant.tile_d &&
+           rows.tile_d_v == variant.tile_d_v && rows.tile_m == variant.tile_m &&
            rows.packed == sizes.packed;
   });
   choice.head_blocks = sizes.tiles(problem.seq_q, variant.tile_m);
   choice.blocks = problem.batch * problem.heads * choice.head_blocks;
   const int64_t pairs = problem.batch * problem.kv_heads;
-  const int64_t head_tiles = sizes.tiles(problem.seq_k, kAttentionBackwardKeys);
+  const int64_t head_tiles = sizes.tiles(problem.seq_k, variant.tile_n);
   if (sizes.packed) choice.listed_tiles = head_tiles;
   choice.grid = static_cast<unsigned>(std::min<int64_t>(pairs * head_tiles, multiprocessors));
   // Under a causal mask, tiles of early keys have the most queries: they come first, for as many
@@ -216,7 +227,7 @@ AttentionBackwardPlan plan_of(const AttentionBackwardCall& call, const Sizes& si
   if (sizes.nothing()) return {"none", 0, 0, 0, false, 0, 0, 0, 0};
   const Choice choice = choose(call.q->dtype, sizes, call.deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
-  return {kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
+  return {kernel.kernel.name(), kernel.variant.tile_m, kernel.variant.tile_n,
           choice.band,          choice.descending,     choice.grid,
           kernel.block,         kernel.dynamic_smem,   choice.workspace()};
 }
@@ -260,6 +271,8 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
   rows.heads = static_cast<int>(problem.heads);
   rows.blocks = static_cast<int>(choice.head_blocks);
   rows.d = static_cast<int>(problem.d);
+  rows.d_v = static_cast<int>(problem.d_v);
+  rows.tile_d = kernel.variant.tile_d;
   rows.scale = static_cast<float>(options.scale);
   LaunchConfig rows_config;
   rows_config.grid.x = static_cast<unsigned>(choice.blocks);
@@ -314,6 +327,7 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
     sequences.rows_q = scalars[1];
     sequences.rows_k = scalars[2];
     sequences.tile_m = kernel.variant.tile_m;
+    sequences.tile_n = kernel.variant.tile_n;
     sequences.descending = choice.descending;
     sequences.room = rows.blocks;
     sequences.tiles = tiles;
@@ -328,6 +342,7 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
   }
   TIERCEL_RETURN_IF_ERROR(choice.rows->prepare.launch(rows_config, device, stream, rows_args));
   TIERCEL_RETURN_IF_ERROR(kernel.kernel.launch(config, device, stream, args));
+  rows_config.grid.y = static_cast<unsigned>(rows.tile_d / choice.rows->columns);
   return choice.rows->finish.launch(rows_config, device, stream, rows_args);
 }
 

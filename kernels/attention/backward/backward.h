@@ -43,7 +43,7 @@ struct AttentionBackwardPlan {
   int64_t workspace;  // elements
 };
 
-// dk and dv are sums in a fixed order. dq is a sum of one part per tile of 128 keys, in the order
+// dk and dv are sums in a fixed order. dq is a sum of one part per tile of keys, in the order
 // in which they finish, or in the order of the keys if `deterministic`.
 Status attention_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
                                AttentionBackwardPlan* plan);

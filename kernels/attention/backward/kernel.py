@@ -77,20 +77,23 @@ TILE_N = ROWS * WARPGROUPS
 STAGES = 2  # of q, do, its rows' sums and ds
 
 # Named barriers.
-_DS = 1  # both warpgroups have written their part of ds
-_EMPTY = 2  # one per warpgroup: warp 1 has read the warpgroup's part of `out`
-_FULL = 4  # one per warpgroup: it has written its part
-_OUT_THREADS = WARPGROUP + 32
+DS_WRITTEN = 1  # both warpgroups have written their part of ds
+EMPTY = 2  # one per warpgroup: warp 1 has read the warpgroup's part of `out`
+FULL = 4  # one per warpgroup: it has written its part
+OUT_THREADS = WARPGROUP + 32
 
 
 class AttentionBackward:
     """`capped`: scores go through tanh; `columns`: those of q and k that are multiplied, the rest
     are zeros; `packed`: sequences of several lengths behind each other (sequences.py)."""
 
-    def __init__(self, name, dtype, d, tile_m, capped=False, columns=None, packed=False):
+    tile_n = TILE_N
+
+    def __init__(self, name, dtype, d, tile_m, capped=False, columns=None, packed=False, d_v=None):
         self.name = name
         self.dtype = dtype
         self.d = d
+        self.d_v = d_v or d
         self.columns = columns or d
         self.tile_m = tile_m
         self.capped = capped
@@ -98,8 +101,7 @@ class AttentionBackward:
         self.queue_words = queue_words(DETAILS if packed else 0)
         self.threads = (1 + WARPGROUPS) * WARPGROUP
         self.stats_bytes = 2 * 4 * tile_m
-        # A warpgroup's part of dq in float32, then its rows of dv and of dk.
-        self.part_bytes = max(tile_m * d * 4 // WARPGROUPS, ROWS * d * 2)
+        self.part_bytes = self.output_bytes()
         self.loader_registers, self.registers = 24, 240
 
     # Shared memory.
@@ -107,17 +109,25 @@ class AttentionBackward:
     def q_layout(self):
         return staged_layout(self.dtype, self.tile_m, self.d, STAGES)
 
-    do_layout = q_layout
+    def do_layout(self):
+        return staged_layout(self.dtype, self.tile_m, self.d_v, STAGES)
 
-    def kv_layout(self):
-        return staged_layout(self.dtype, TILE_N, self.d, 1)
+    def k_layout(self):
+        return staged_layout(self.dtype, self.tile_n, self.d, 1)
+
+    def v_layout(self):
+        return staged_layout(self.dtype, self.tile_n, self.d_v, 1)
 
     def ds_layout(self):
-        return staged_layout(self.dtype, self.tile_m, TILE_N, STAGES)
+        return staged_layout(self.dtype, self.tile_m, self.tile_n, STAGES)
 
     def out_layout(self):
-        """A warpgroup's rows of dv or dk, in pieces, in its part of `out`."""
-        return staged_layout(self.dtype, ROWS, PIECE, self.d // PIECE)
+        """Rows of dv or dk, in pieces, in a part of `out`."""
+        return staged_layout(self.dtype, ROWS, PIECE, self.part_bytes // (ROWS * PIECE * 2))
+
+    def output_bytes(self):
+        """A warpgroup's part of `out`: its part of dq in float32, then its rows of dv and of dk."""
+        return max(self.tile_m * self.d * 4 // WARPGROUPS, ROWS * self.d * 2)
 
     def storage(self):
         def tile(layout):
@@ -127,8 +137,8 @@ class AttentionBackward:
         class Storage:
             q: tile(self.q_layout())
             do: tile(self.do_layout())
-            k: tile(self.kv_layout())
-            v: tile(self.kv_layout())
+            k: tile(self.k_layout())
+            v: tile(self.v_layout())
             ds: tile(self.ds_layout())
             out: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, WARPGROUPS * self.part_bytes], 1024
@@ -146,7 +156,8 @@ class AttentionBackward:
 
     def smem_bytes(self):
         """The size of the storage, for the launch."""
-        tiles = 4 * self.d * (STAGES * self.tile_m + TILE_N) + 2 * STAGES * self.tile_m * TILE_N
+        tiles = 2 * (self.d + self.d_v) * (STAGES * self.tile_m + self.tile_n)
+        tiles += 2 * STAGES * self.tile_m * self.tile_n
         rest = WARPGROUPS * self.part_bytes + STAGES * self.stats_bytes
         barriers = 8 * (4 * STAGES + 4 + self.queue_words)
         return (tiles + rest + barriers + 1023) // 1024 * 1024
@@ -177,9 +188,9 @@ class AttentionBackward:
         batch, seq_q, seq_k, heads, kv_heads = problem[:5]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
-        def atom(op, pointer, rows, count, layout, tile):
-            shape = (rows, self.d, count, batch)
-            stride = (self.d, 1, rows * self.d, count * rows * self.d)
+        def atom(op, pointer, rows, columns, count, layout, tile):
+            shape = (rows, columns, count, batch)
+            stride = (columns, 1, rows * columns, count * rows * columns)
             if const_expr(self.packed):  # AttentionPackedRows in problem.h has the real map
                 shape = (*shape[:3], 2, batch)
                 stride = (*stride, 2 * stride[3])
@@ -187,15 +198,15 @@ class AttentionBackward:
             one_stage = cute.slice_(layout, (None, None, 0))
             return cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)[0]
 
-        q_tile, kv_tile = (self.tile_m, self.d), (TILE_N, self.d)
+        d, d_v, out_tile = self.d, self.d_v, (ROWS, PIECE)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            atom(load, q, seq_q, heads, self.q_layout(), q_tile),
-            atom(load, k, seq_k, kv_heads, self.kv_layout(), kv_tile),
-            atom(load, v, seq_k, kv_heads, self.kv_layout(), kv_tile),
-            atom(load, do, seq_q, heads, self.do_layout(), q_tile),
-            atom(store, dk, seq_k, kv_heads, self.out_layout(), (ROWS, PIECE)),
-            atom(store, dv, seq_k, kv_heads, self.out_layout(), (ROWS, PIECE)),
+            atom(load, q, seq_q, d, heads, self.q_layout(), (self.tile_m, d)),
+            atom(load, k, seq_k, d, kv_heads, self.k_layout(), (self.tile_n, d)),
+            atom(load, v, seq_k, d_v, kv_heads, self.v_layout(), (self.tile_n, d_v)),
+            atom(load, do, seq_q, d_v, heads, self.do_layout(), (self.tile_m, d_v)),
+            atom(store, dk, seq_k, d, kv_heads, self.out_layout(), out_tile),
+            atom(store, dv, seq_k, d_v, kv_heads, self.out_layout(), out_tile),
             *(stats, dq, turns, counter, lists, problem, sizes),
         ).launch(
             grid=(blocks, 1, 1),
@@ -223,7 +234,6 @@ class AttentionBackward:
         sizes,
     ):
         packed = Packed(*lists, *sizes) if self.packed else None
-        thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             for atom in (tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv):
@@ -235,15 +245,15 @@ class AttentionBackward:
             return range_.get_tensor(layout.outer, swizzle=layout.inner)
 
         sq, sdo = tensor(storage.q, self.q_layout()), tensor(storage.do, self.do_layout())
-        sk, sv = tensor(storage.k, self.kv_layout()), tensor(storage.v, self.kv_layout())
+        sk, sv = tensor(storage.k, self.k_layout()), tensor(storage.v, self.v_layout())
         sds = tensor(storage.ds, self.ds_layout())
 
         warps = 4 * WARPGROUPS
-        tile_bytes = 2 * self.tile_m * self.d
-        q_ring = ring(storage.q_barriers, STAGES, warps, tile_bytes)
-        do_ring = ring(storage.do_barriers, STAGES, warps, tile_bytes + self.stats_bytes)
-        k_ring = ring(storage.k_barriers, 1, warps, 2 * TILE_N * self.d)
-        v_ring = ring(storage.v_barriers, 1, warps, 2 * TILE_N * self.d)
+        do_bytes = 2 * self.tile_m * self.d_v + self.stats_bytes
+        q_ring = ring(storage.q_barriers, STAGES, warps, 2 * self.tile_m * self.d)
+        do_ring = ring(storage.do_barriers, STAGES, warps, do_bytes)
+        k_ring = ring(storage.k_barriers, 1, warps, 2 * self.tile_n * self.d)
+        v_ring = ring(storage.v_barriers, 1, warps, 2 * self.tile_n * self.d_v)
         queue = storage.queue.data_ptr()
         if warp_index == 0:
             with cute.arch.elect_one():
@@ -271,120 +281,146 @@ class AttentionBackward:
                 )
         else:
             cute.arch.setmaxregister_increase(self.registers)
-            wg = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
-            wg_thread = thread % WARPGROUP
-            mma_sp, mma_kv, mma_dq = self.mma_sp(), self.mma_kv(), self.mma_dq()
-            sp_part = mma_sp.get_slice(wg * WARPGROUP)
-            kv_part = mma_kv.get_slice(wg * WARPGROUP)
-            dq_part = mma_dq.get_slice(wg * WARPGROUP)
+            self.consume(
+                *((sq, q_ring), (sdo, do_ring), (sk, k_ring), (sv, v_ring), sds, out_address),
+                *(storage.ds.data_ptr().toint(), stats_address, queue, order, sight, problem),
+                shared_by,
+            )
 
-            rk = mma_sp.make_fragment_A(sp_part.partition_A(sk))[None, None, None, 0]
-            rv = mma_sp.make_fragment_A(sp_part.partition_A(sv))[None, None, None, 0]
-            rq = mma_sp.make_fragment_B(sp_part.partition_B(sq))
-            rdo = mma_sp.make_fragment_B(sp_part.partition_B(sdo))
-            q_columns = mma_kv.make_fragment_B(kv_part.partition_B(transposed(sq)))
-            do_columns = mma_kv.make_fragment_B(kv_part.partition_B(transposed(sdo)))
-            rds = mma_dq.make_fragment_A(dq_part.partition_A(sds))
-            k_columns = mma_dq.make_fragment_B(dq_part.partition_B(transposed(sk)))
+    @cute.jit
+    def consume(
+        self,
+        q,
+        do,
+        k,
+        v,
+        sds,
+        out_address,
+        ds_address,
+        stats_address,
+        queue,
+        order,
+        sight,
+        problem,
+        shared_by,
+    ):
+        """The warpgroups that multiply."""
+        (sq, q_ring), (sdo, do_ring), (sk, k_ring), (sv, v_ring) = q, do, k, v
+        thread = cute.arch.thread_idx()[0]
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
+        wg_thread = thread % WARPGROUP
+        mma_sp, mma_kv, mma_dq = self.mma_sp(), self.mma_kv(self.d), self.mma_dq()
+        sp_part = mma_sp.get_slice(wg * WARPGROUP)
+        kv_part = mma_kv.get_slice(wg * WARPGROUP)
+        dq_part = mma_dq.get_slice(wg * WARPGROUP)
 
-            scores = mma_sp.partition_shape_C((TILE_N, self.tile_m))
-            sums = mma_kv.partition_shape_C((TILE_N, self.d))
-            dk = cute.make_rmem_tensor(sums, Float32)
-            dv = cute.make_rmem_tensor(sums, Float32)
-            dq_sums = mma_dq.partition_shape_C((self.tile_m, self.d))
-            operand = mma_kv.partition_shape_A((TILE_N, self.tile_m))
-            p, ds = mma_kv.make_fragment_A(operand), mma_kv.make_fragment_A(operand)
+        rk = mma_sp.make_fragment_A(sp_part.partition_A(sk))[None, None, None, 0]
+        rv = mma_sp.make_fragment_A(sp_part.partition_A(sv))[None, None, None, 0]
+        rq = mma_sp.make_fragment_B(sp_part.partition_B(sq))
+        rdo = mma_sp.make_fragment_B(sp_part.partition_B(sdo))
+        q_columns = mma_kv.make_fragment_B(kv_part.partition_B(transposed(sq)))
+        do_columns = mma_kv.make_fragment_B(kv_part.partition_B(transposed(sdo)))
+        rds = mma_dq.make_fragment_A(dq_part.partition_A(sds))
+        k_columns = mma_dq.make_fragment_B(dq_part.partition_B(transposed(sk)))
 
-            q_read = reader(STAGES)
-            do_read = reader(STAGES)
-            kv_read = reader(1)
+        scores = mma_sp.partition_shape_C((self.tile_n, self.tile_m))
+        sums = mma_kv.partition_shape_C((self.tile_n, self.d))
+        dk = cute.make_rmem_tensor(sums, Float32)
+        dv = cute.make_rmem_tensor(sums, Float32)
+        dq_sums = mma_dq.partition_shape_C((self.tile_m, self.d))
+        operand = mma_kv.partition_shape_A((self.tile_n, self.tile_m))
+        p, ds = mma_kv.make_fragment_A(operand), mma_kv.make_fragment_A(operand)
 
-            my_stats = stats_address + wg_thread % 4 * 8
-            my_ds = storage.ds.data_ptr().toint() + wg * self.tile_m * 2 * PIECE
-            my_ds += transposed_place(wg_thread)
-            my_out = out_address + wg * self.part_bytes
-            scale_log2, slope_float = problem.scale.bitcast(Float32), problem.slope.bitcast(Float32)
-            columns, depth = self.columns // 16, self.tile_m // 16
+        q_read = reader(STAGES)
+        do_read = reader(STAGES)
+        kv_read = reader(1)
 
-            turn, details = Int32(1), self.details()
-            tile = receive(queue, Int32(0), details)
-            while tile >= 0:
-                (column, _, _), keys, _, seen = self.tile(tile, details, order, sight, problem)
-                key = column * TILE_N
-                first, end = query_blocks(key, TILE_N, *seen)
-                steps = (end - first) * shared_by
-                block = first
-                dk.fill(0.0)
-                dv.fill(0.0)
-                if steps > 0:
-                    k_ring.consumer_wait(kv_read)
-                    v_ring.consumer_wait(kv_read)
-                for step in cutlass.range(steps, unroll=1):
-                    last = step + 1 == steps
-                    # New fragments, so that no register keeps the old ones.
-                    s, dp = (cute.make_rmem_tensor(scores, Float32) for _ in range(2))
-                    dqs = cute.make_rmem_tensor(dq_sums, Float32)
-                    q_ring.consumer_wait(q_read)
-                    warpgroup.fence()
-                    self.multiply(mma_sp, s, rk, rq, q_read.index, columns)
-                    do_ring.consumer_wait(do_read)
-                    stage = do_read.index
-                    warpgroup.fence()
-                    self.multiply(mma_sp, dp, rv, rdo, stage, columns)
-                    warpgroup.wait_group(1)  # s
-                    query = block * self.tile_m
-                    if const_expr(self.capped):
-                        cap(s, slope_float)
-                    if needs_mask(
-                        *(key, TILE_N, query, self.tile_m, keys),
-                        *seen[2:],
-                    ):
-                        self.hide(s, key, query, keys, *seen[2:])
-                    lse = my_stats + stage * self.stats_bytes
-                    if const_expr(self.capped):
-                        capped_probabilities(s, p, lse, scale_log2, self.dtype)
-                    else:
-                        probabilities(s, lse, scale_log2)
-                        to_operand(s, p, self.dtype)
-                    warpgroup.wait_group(0)  # dp
-                    if last:
-                        v_ring.consumer_release(kv_read)
-                    score_gradients(s, dp, ds, lse + 4 * self.tile_m, self.dtype)
-                    store_transposed(ds, my_ds + stage * (2 * self.tile_m * TILE_N))
+        my_stats = stats_address + wg_thread % 4 * 8
+        my_ds = ds_address + wg * self.tile_m * 2 * PIECE
+        my_ds += transposed_place(wg_thread)
+        my_out = out_address + wg * self.part_bytes
+        scale_log2, slope_float = problem.scale.bitcast(Float32), problem.slope.bitcast(Float32)
+        columns, depth = self.columns // 16, self.tile_m // 16
 
-                    warpgroup.fence()
-                    self.accumulate(mma_kv, dv, p, do_columns, stage, depth)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    sync(_DS, WARPGROUPS * WARPGROUP)
-                    warpgroup.fence()
-                    part_of_ds = rds[None, None, None, stage]
-                    self.multiply(mma_dq, dqs, part_of_ds, k_columns, 0, TILE_N // 16)
-                    self.accumulate(mma_kv, dk, ds, q_columns, q_read.index, depth)
-                    warpgroup.wait_group(1)  # dv and dq
-                    if last:
-                        k_ring.consumer_release(kv_read)
-                        kv_read.advance()
-                    do_ring.consumer_release(do_read)
-                    do_read.advance()
-                    sync(_EMPTY + wg, _OUT_THREADS)
-                    store_plain(dqs, my_out + wg_thread * 16)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    arrive(_FULL + wg, _OUT_THREADS)
-                    block += 1
-                    block = first if block == end else block
-                    warpgroup.wait_group(0)  # dk
-                    q_ring.consumer_release(q_read)
-                    q_read.advance()
+        turn, details = Int32(1), self.details()
+        tile = receive(queue, Int32(0), details)
+        while tile >= 0:
+            (column, _, _), keys, _, seen = self.tile(tile, details, order, sight, problem)
+            key = column * self.tile_n
+            first, end = query_blocks(key, self.tile_n, *seen)
+            steps = (end - first) * shared_by
+            block = first
+            dk.fill(0.0)
+            dv.fill(0.0)
+            if steps > 0:
+                k_ring.consumer_wait(kv_read)
+                v_ring.consumer_wait(kv_read)
+            for step in cutlass.range(steps, unroll=1):
+                last = step + 1 == steps
+                # New fragments, so that no register keeps the old ones.
+                s, dp = (cute.make_rmem_tensor(scores, Float32) for _ in range(2))
+                dqs = cute.make_rmem_tensor(dq_sums, Float32)
+                q_ring.consumer_wait(q_read)
+                warpgroup.fence()
+                self.multiply(mma_sp, s, rk, rq, q_read.index, columns)
+                do_ring.consumer_wait(do_read)
+                stage = do_read.index
+                warpgroup.fence()
+                self.multiply(mma_sp, dp, rv, rdo, stage, columns)
+                warpgroup.wait_group(1)  # s
+                query = block * self.tile_m
+                if const_expr(self.capped):
+                    cap(s, slope_float)
+                if needs_mask(
+                    *(key, self.tile_n, query, self.tile_m, keys),
+                    *seen[2:],
+                ):
+                    self.hide(s, key, query, keys, *seen[2:])
+                lse = my_stats + stage * self.stats_bytes
+                if const_expr(self.capped):
+                    capped_probabilities(s, p, lse, scale_log2, self.dtype)
+                else:
+                    probabilities(s, lse, scale_log2)
+                    to_operand(s, p, self.dtype)
+                warpgroup.wait_group(0)  # dp
+                if last:
+                    v_ring.consumer_release(kv_read)
+                score_gradients(s, dp, ds, lse + 4 * self.tile_m, self.dtype)
+                store_transposed(ds, my_ds + stage * (2 * self.tile_m * self.tile_n))
 
-                own = _anew(wg_thread)
-                for which in cutlass.range_constexpr(2):
-                    factor = Float32(1.0) if which == 0 else problem.gain.bitcast(Float32)
-                    sync(_EMPTY + wg, _OUT_THREADS)
-                    store_rows((dv, dk)[which], factor, my_out, own, self.dtype)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    arrive(_FULL + wg, _OUT_THREADS)
-                tile = receive(queue, turn, details)
-                turn += 1
+                warpgroup.fence()
+                self.accumulate(mma_kv, dv, p, do_columns, stage, depth)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                sync(DS_WRITTEN, WARPGROUPS * WARPGROUP)
+                warpgroup.fence()
+                part_of_ds = rds[None, None, None, stage]
+                self.multiply(mma_dq, dqs, part_of_ds, k_columns, 0, self.tile_n // 16)
+                self.accumulate(mma_kv, dk, ds, q_columns, q_read.index, depth)
+                warpgroup.wait_group(1)  # dv and dq
+                if last:
+                    k_ring.consumer_release(kv_read)
+                    kv_read.advance()
+                do_ring.consumer_release(do_read)
+                do_read.advance()
+                sync(EMPTY + wg, OUT_THREADS)
+                store_plain(dqs, my_out + wg_thread * 16)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                arrive(FULL + wg, OUT_THREADS)
+                block += 1
+                block = first if block == end else block
+                warpgroup.wait_group(0)  # dk
+                q_ring.consumer_release(q_read)
+                q_read.advance()
+
+            own = anew(wg_thread)
+            for which in cutlass.range_constexpr(2):
+                factor = Float32(1.0) if which == 0 else problem.gain.bitcast(Float32)
+                sync(EMPTY + wg, OUT_THREADS)
+                store_rows((dv, dk)[which], factor, my_out, own, self.dtype)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                arrive(FULL + wg, OUT_THREADS)
+            tile = receive(queue, turn, details)
+            turn += 1
 
     @cute.jit
     def load(
@@ -423,7 +459,7 @@ class AttentionBackward:
             hand_out(queue, turn, tile, details[:DETAILS])
             turn += 1
             (column, kv_head, entry), _, at, seen = self.tile(tile, details, order, sight, problem)
-            first, end = query_blocks(column * TILE_N, TILE_N, *seen)
+            first, end = query_blocks(column * self.tile_n, self.tile_n, *seen)
             ways = self.of_sequence(fixed, self.ways_in, parts, problem, at)
             (to_q, from_q), (to_do, from_do), (to_k, from_k), (to_v, from_v) = ways
             q_outer, k_outer = self.outer(entry, at)
@@ -474,7 +510,7 @@ class AttentionBackward:
         tile = receive(queue, Int32(0), details)
         while tile >= 0:
             (column, kv_head, entry), _, at, seen = self.tile(tile, details, order, sight, problem)
-            first, end = query_blocks(column * TILE_N, TILE_N, *seen)
+            first, end = query_blocks(column * self.tile_n, self.tile_n, *seen)
             ways = self.of_sequence(fixed, self.ways_out, out_address, maps, problem, at)
             _, k_outer = self.outer(entry, at)
             for shared in cutlass.range(shared_by, unroll=1):
@@ -484,45 +520,54 @@ class AttentionBackward:
                     flag = turns.toint() + (pair + block) * 4
                     if turns.toint() != 0:
                         mine_is = turn_of(
-                            *(column, TILE_N, self.k_tiles(order, at)),
+                            *(column, self.tile_n, self.k_tiles(order, at)),
                             *(block * self.tile_m, self.tile_m, *seen[2:], problem.descending),
                         )
                         if lane == 0:
                             _wait_for(flag, mine_is)
                         cute.arch.sync_warp()
-                    to = dq.toint() + (pair + block) * dq_bytes
-                    for wg in cutlass.range_constexpr(WARPGROUPS):
-                        sync(_FULL + wg, _OUT_THREADS)
-                        with cute.arch.elect_one():
-                            _add_floats(
-                                to + wg * (dq_bytes // WARPGROUPS),
-                                out_address + wg * self.part_bytes,
-                                dq_bytes // WARPGROUPS,
-                            )
-                        cute.arch.cp_async_bulk_commit_group()
+                    self.add_block(dq.toint() + (pair + block) * dq_bytes, out_address)
                     if turns.toint() != 0:
                         cute.arch.cp_async_bulk_wait_group(0)
                         cute.arch.sync_warp()
                         if lane == 0:
                             _pass_on(flag)
-            for which in cutlass.range_constexpr(2):
-                self.make_room()
-                for wg in cutlass.range_constexpr(WARPGROUPS):
-                    sync(_FULL + wg, _OUT_THREADS)
-                    from_so, to_gk = ways[wg][which]
-                    for piece in cutlass.range_constexpr(self.d // PIECE):
-                        to = (column * WARPGROUPS + wg, piece, kv_head, *k_outer)
-                        cute.copy(maps[which], from_so[None, piece], to_gk[None, to])
-                    cute.arch.cp_async_bulk_commit_group()
+            self.store_tile(maps, ways, column, kv_head, k_outer)
             tile = receive(queue, turn, details)
             turn += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    @cute.jit
+    def add_block(self, to, out_address):
+        """Adds a block's dq to the workspace, after `make_room`."""
+        size = self.tile_m * self.d * 4 // WARPGROUPS
+        for wg in cutlass.range_constexpr(WARPGROUPS):
+            sync(FULL + wg, OUT_THREADS)
+            add_floats(to + wg * size, out_address + wg * self.part_bytes, size)
+
+    @cute.jit
+    def store_tile(self, maps, ways, column, kv_head, k_outer):
+        """Stores a tile's dv and dk."""
+        for which in cutlass.range_constexpr(2):
+            pieces = (self.d_v, self.d)[which] // PIECE
+            at_once = self.part_bytes // (ROWS * PIECE * 2)
+            for first in cutlass.range_constexpr(0, pieces, at_once):
+                self.make_room()
+                for wg in cutlass.range_constexpr(WARPGROUPS):
+                    sync(FULL + wg, OUT_THREADS)
+                    from_so, to_gk = ways[wg][which]
+                    for piece in cutlass.range_constexpr(min(at_once, pieces - first)):
+                        to = (column * WARPGROUPS + wg, first + piece, kv_head, *k_outer)
+                        cute.copy(maps[which], from_so[None, piece], to_gk[None, to])
+                    cute.arch.cp_async_bulk_commit_group()
+
     def ways_out(self, out_address, maps, problem, at):
         """Like `ways_in`, for dv and dk from each warpgroup's part; `at` is None unless packed."""
         hidden = None if at is None else PACKED_ROWS - at.seq_k
-        sizes = (problem.seq_k, self.d, problem.kv_heads, problem.batch)
-        places = sequence_coordinates(*sizes, hidden)
+        places = [
+            sequence_coordinates(problem.seq_k, columns, problem.kv_heads, problem.batch, hidden)
+            for columns in (self.d_v, self.d)
+        ]
         return [self.way_out(wg, out_address, maps, places) for wg in range(WARPGROUPS)]
 
     def way_out(self, wg, out_address, maps, places):
@@ -531,13 +576,14 @@ class AttentionBackward:
         address = out_address + wg * self.part_bytes
         start = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         so = cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
-        return [copy_places(tma, so, (ROWS, PIECE), places) for tma in maps]
+        pairs = zip(maps, places, strict=True)
+        return [copy_places(tma, so, (ROWS, PIECE), to) for tma, to in pairs]
 
     def make_room(self):
         """Tells each warpgroup that its part has been read."""
         for wg in range(WARPGROUPS):
             cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - wg, read=True)
-            arrive(_EMPTY + wg, _OUT_THREADS)
+            arrive(EMPTY + wg, OUT_THREADS)
 
     # Tiles, and their sequences. `at` is a packed sequence's Tile.
 
@@ -550,7 +596,7 @@ class AttentionBackward:
             order = (packed.count.load(), kv_heads, Int32(1), problem.band, Int32(0))
             return order, order[0] * kv_heads, None, packed.room, heads // kv_heads
         offset = seq_k - seq_q
-        q_blocks, k_tiles = cute.ceil_div(seq_q, self.tile_m), cute.ceil_div(seq_k, TILE_N)
+        q_blocks, k_tiles = cute.ceil_div(seq_q, self.tile_m), cute.ceil_div(seq_k, self.tile_n)
         shared_by = heads // kv_heads
         order = (k_tiles, kv_heads, batch, problem.band, problem.descending)
         sight = (self.tile_m, seq_q, offset, problem.left, problem.right)
@@ -579,7 +625,7 @@ class AttentionBackward:
         return Tile(*(details[i] for i in range(DETAILS)), None)
 
     def k_tiles(self, order, at):
-        return order[0] if at is None else cute.ceil_div(at.seq_k, TILE_N)
+        return order[0] if at is None else cute.ceil_div(at.seq_k, self.tile_n)
 
     def first_block(self, pair, q_blocks, at):
         """The place of a head's first block in the workspace."""
@@ -605,13 +651,11 @@ class AttentionBackward:
         hidden_q = hidden_k = None
         if at is not None:
             hidden_q, hidden_k = PACKED_ROWS - at.seq_q, PACKED_ROWS - at.seq_k
-        q_places = sequence_coordinates(seq_q, self.d, heads, batch, hidden_q)
-        k_places = sequence_coordinates(seq_k, self.d, kv_heads, batch, hidden_k)
-        q_tile, kv_tile = (self.tile_m, self.d), (TILE_N, self.d)
-        ends = (q_tile, q_places), (q_tile, q_places), (kv_tile, k_places), (kv_tile, k_places)
+        of_q, of_k = (self.tile_m, seq_q, heads, hidden_q), (self.tile_n, seq_k, kv_heads, hidden_k)
+        ends = (*of_q, self.d), (*of_q, self.d_v), (*of_k, self.d), (*of_k, self.d_v)
         return [
-            copy_places(tma, smem, tile, places)
-            for (tma, smem, _), (tile, places) in zip(parts, ends, strict=True)
+            copy_places(tma, smem, (tile, d), sequence_coordinates(rows, d, count, batch, hidden))
+            for (tma, smem, _), (tile, rows, count, hidden, d) in zip(parts, ends, strict=True)
         ]
 
     # The products.
@@ -628,7 +672,7 @@ class AttentionBackward:
             (64, self.tile_m),
         )
 
-    def mma_kv(self):
+    def mma_kv(self, columns):
         """dv += p do and dk += ds q, with p and ds from registers."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
@@ -637,7 +681,7 @@ class AttentionBackward:
             warpgroup.OperandMajorMode.MN,
             Float32,
             (WARPGROUPS, 1, 1),
-            (64, self.d),
+            (64, columns),
             a_source=warpgroup.OperandSource.RMEM,
         )
 
@@ -672,7 +716,9 @@ class AttentionBackward:
 
     def hide(self, s, key, query, seq_k, offset, left, right):
         """Sets the scores of keys that a query does not see to minus infinity."""
-        thread = _anew(cute.arch.thread_idx()[0] - WARPGROUP)
+        thread = anew(cute.arch.thread_idx()[0] - WARPGROUP)
+        if const_expr(self.tile_n == ROWS):
+            thread %= WARPGROUP
         key += thread // 32 * 16 + thread % 32 // 4
         query += thread % 4 * 2
         begin, end = [], []
@@ -684,7 +730,7 @@ class AttentionBackward:
         hide_outside(s, begin, end)
 
 
-def _anew(value):
+def anew(value):
     """`value`; results computed from it are not hoisted and kept in registers."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
@@ -699,11 +745,16 @@ def _load_bytes(to_shared, from_global, size, barrier):
     )
 
 
-def _add_floats(to_global, from_shared, size):
-    cute.arch.inline_ptx(
-        f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{{$r0}}], [{{$r1}}], {size};",
-        read_only_args=[to_global, from_shared],
-    )
+@cute.jit
+def add_floats(to_global, from_shared, size: cutlass.Constexpr[int]):
+    """Starts an addition of the copy engine, a group of its own."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+            f"[{{$r0}}], [{{$r1}}], {size};",
+            read_only_args=[to_global, from_shared],
+        )
+    cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit

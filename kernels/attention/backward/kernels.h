@@ -13,10 +13,14 @@ namespace tiercel {
 
 struct AttentionBackwardVariant {
   DType dtype;
-  int max_d;   // head dimensions up to this
+  int max_d;  // head dimensions of q and k up to this
+  int max_d_v;
   int tile_d;  // of the tiles: the rest is zeros
+  int tile_d_v;
   int tile_m;
-  bool capped;
+  int tile_n;
+  bool plain;   // without softcap
+  bool capped;  // with it
   bool packed;
 };
 
@@ -25,13 +29,12 @@ using AttentionBackwardKernel = CubinKernel<AttentionBackwardVariant>;
 const CubinKernel<AttentionBackwardVariant>* attention_backward_kernels(int* count);
 
 inline constexpr int kAttentionBackwardThreads = 256;  // of a block before or after it
-inline constexpr int kAttentionBackwardKeys = 128;     // of a tile
 
 // Packed sequences are those of cu_seqlens, and two more: the rows before the first start and those
 // after the last one, of q and of k, which do not see each other. So each row is in one sequence.
 // All heads share the lists of tiles and of blocks; their numbers are inside of the tensors.
 
-// 128 keys of a sequence, for Tile in sequences.py.
+// Up to tile_n keys of a sequence, for Tile in sequences.py.
 struct alignas(16) AttentionBackwardTile {
   int32_t column;  // of the sequence's tiles
   int32_t seq_k;
@@ -57,6 +60,7 @@ struct AttentionBackwardSequencesArgs {
   int32_t rows_q;
   int32_t rows_k;
   int32_t tile_m;
+  int32_t tile_n;
   bool descending;  // a sequence's late keys come first
   int32_t room;     // blocks that the list has
   AttentionBackwardTile* tiles;
@@ -93,13 +97,17 @@ struct AttentionBackwardRowsArgs {
   int heads;
   int blocks;  // of a head
   int d;
+  int d_v;
+  int tile_d;
   float scale;
 };
 
 struct AttentionBackwardRowsKernel {
   DType dtype;
   int tile_d;
+  int tile_d_v;
   int tile_m;
+  int columns;  // of dq that a block of `finish` takes
   bool packed;
   Kernel prepare;
   Kernel finish;

@@ -35,9 +35,18 @@ def capped_probabilities(s, p, lse, scale, dtype):
         for half in cutlass.range_constexpr(2):
             pairs[2 * i + half] = _packed(kind, values[2 * half], values[2 * half + 1])
         for at in cutlass.range_constexpr(4):
-            # Hidden scores are minus infinity; the derivative must stay finite.
-            slope = cute.arch.fmax(1.0 - s[4 * i + at] * s[4 * i + at], Float32(0.0))
-            s[4 * i + at] = values[at] * slope
+            s[4 * i + at] = values[at] * _slope(s[4 * i + at])
+
+
+@cute.jit
+def sloped_probabilities(s, lse, scale):
+    """The same without the operand."""
+    for i in cutlass.range_constexpr(cute.size(s) // 4):
+        column = _pair(lse, 32 * i)
+        for at in cutlass.range_constexpr(4):
+            value = s[4 * i + at]
+            power = cute.math.exp2(value * scale - column[at % 2], fastmath=True)
+            s[4 * i + at] = power * _slope(value)
 
 
 @cute.jit
@@ -50,6 +59,20 @@ def score_gradients(s, dp, ds, delta, dtype):
         values = [s[4 * i + at] * (dp[4 * i + at] - column[at % 2]) for at in range(4)]
         for half in cutlass.range_constexpr(2):
             pairs[2 * i + half] = _packed(kind, values[2 * half], values[2 * half + 1])
+
+
+@cute.jit
+def score_gradients_of_operand(p, dp, ds, delta, dtype):
+    """The same, where p is an operand already; bfloat16's are the upper halves of float32s."""
+    kind = _KINDS[dtype]
+    probabilities, pairs = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
+    for i in cutlass.range_constexpr(cute.size(dp) // 4):
+        column = _pair(delta, 32 * i)
+        for half in cutlass.range_constexpr(2):
+            at = 2 * i + half
+            low, high = _unpacked(probabilities[at])
+            low, high = low * (dp[2 * at] - column[0]), high * (dp[2 * at + 1] - column[1])
+            pairs[at] = _packed(kind, low, high)
 
 
 @cute.jit
@@ -73,7 +96,7 @@ def store_rows(sums, factor, address, thread, dtype):
     """Accumulators of 64 rows, times a factor, to swizzled pieces of 64 columns."""
     kind = _KINDS[dtype]
     row, chunk = _matrix_place(thread)
-    for i in cutlass.range_constexpr(cute.size(sums) // 8):
+    for i in cutlass.range_constexpr(_count(sums) // 8):
         at = address + row * 2 * PIECE + (chunk ^ (2 * i % 8)) * 16
         values = [sums[8 * i + j] * factor for j in range(8)]
         packed = [_packed(kind, values[2 * j], values[2 * j + 1]) for j in range(4)]
@@ -83,11 +106,22 @@ def store_rows(sums, factor, address, thread, dtype):
 @cute.jit
 def store_plain(sums, address):
     """Accumulators as they lie: four of a thread, then those of the next thread."""
-    for i in cutlass.range_constexpr(cute.size(sums) // 4):
+    for i in cutlass.range_constexpr(_count(sums) // 4):
         cute.arch.inline_ptx(
             f"st.shared.v4.f32 [{{$r0}} + {2048 * i}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
             read_only_args=[address, *[sums[4 * i + j] for j in range(4)]],
         )
+
+
+def _slope(value):
+    """The cap's derivative where its tangent is `value`. Hidden scores are minus infinity; the
+    derivative must stay finite."""
+    return cute.arch.fmax(1.0 - value * value, Float32(0.0))
+
+
+def _count(sums):
+    """Of a register tensor, or a list of some of its values."""
+    return len(sums) if isinstance(sums, list) else cute.size(sums)
 
 
 _KINDS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
@@ -112,6 +146,15 @@ def _packed(kind, low, high):
         f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Int32],
         read_only_args=[high, low],
+    )
+
+
+def _unpacked(pair):
+    """Two bfloat16 as float32."""
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
     )
 
 

@@ -26,7 +26,7 @@ Status attention_problem(const char* op, const TensorView& q, const TensorView& 
                          int64_t seq_q, int64_t seq_k, int64_t kv_heads,
                          const AttentionOptions& options, bool packed, AttentionProblem* problem);
 
-// An error unless v has q's head dimension: FP8's kernels and the backward's know no other.
+// An error unless v has q's head dimension: FP8's kernels know no other.
 Status check_attention_same_d(const char* op, const TensorView& v, const AttentionProblem& problem);
 
 // A check of sinks or their gradient: [H], float32 and contiguous, on q's device.

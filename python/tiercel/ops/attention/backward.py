@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ from tiercel.ops.attention import reference as ref
 from tiercel.ops.attention import spec
 from tiercel.ops.attention.options import native_options
 
-_LARGEST_D = 128
+# The largest head dimensions, of q and of v, that a kernel takes: of each dtype; of bfloat16
+# without softcap; of packed bfloat16.
+_ANY, _PLAIN, _PACKED = (128, 128), (192, 128), (256, 256)
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -91,12 +94,19 @@ BACKWARD = Op(
 )
 
 
-def has_kernels(op: str, q: Tensor, v: Tensor, backend: str | None) -> bool:
+def has_kernels(
+    op: str, q: Tensor, v: Tensor, backend: str | None, softcap: float | None = None
+) -> bool:
     """Returns True if the precompiled kernels compute this, strides permitting."""
-    asked, d = backend or selection.requested(op), q.shape[-1]
-    if asked not in (None, "auto", "sm90") or not 8 <= d <= _LARGEST_D or v.shape[-1] != d:
+    asked, sizes = backend or selection.requested(op), (q.shape[-1], v.shape[-1])
+    largest = [_ANY]
+    if q.dtype == torch.bfloat16:
+        largest += [_PLAIN] if softcap is None else []
+        largest += [_PACKED] if op == "attention_varlen" else []
+    fits = any(all(map(operator.le, sizes, most)) for most in largest)
+    if asked not in (None, "auto", "sm90") or not fits or any(d < 8 or d % 8 for d in sizes):
         return False
-    return d % 8 == 0 and platform.why_not(q.device) is None
+    return platform.why_not(q.device) is None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tiercel.ops.attention.cases import BENCHES as FORWARD
@@ -46,10 +47,12 @@ def _bytes(case: Any) -> int:
     return 2 * _FORWARD.bytes_moved(case)
 
 
-def _flops(case: Any) -> int:
-    """Five products where the forward has two."""
-    assert _FORWARD.flops is not None
-    return _FORWARD.flops(case) // 2 * 5
+def flops_of(forward: OpBench, case: Any) -> int:
+    """Three products of keys' columns where the forward has one, and two of values'."""
+    assert forward.flops is not None
+    d = case["D"]
+    d_v = case["Dv"] or d
+    return forward.flops(case) // (d + d_v) * (3 * d + 2 * d_v)
 
 
 def truths(case: Any, inputs: Inputs, where: tuple[Any, ...], share: int) -> Any:
@@ -102,7 +105,7 @@ BENCHES = [
         call=_FORWARD.call,
         out=lambda case, inputs: None,
         bytes_moved=_bytes,
-        flops=_flops,
+        flops=partial(flops_of, _FORWARD),
         reference=_reference,
         check=check,
         ours=_ours,

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from tiercel.ops.attention.cases_backward import check, truths
+from tiercel.ops.attention.cases_backward import check, flops_of, truths
 from tiercel.ops.attention.cases_varlen import BENCHES as FORWARD
 from tiercel.ops.attention.cases_varlen import lengths
 from tiercel.workbench.bench.launch import Launch
@@ -49,12 +50,6 @@ def _bytes(case: Any) -> int:
     return 2 * _FORWARD.bytes_moved(case)
 
 
-def _flops(case: Any) -> int:
-    """Five products where the forward has two."""
-    assert _FORWARD.flops is not None
-    return _FORWARD.flops(case) // 2 * 5
-
-
 def _reference(case: Any, inputs: Inputs) -> Any:
     """float64, of the last sequence's last head of keys and the heads of queries that read it."""
     rows = slice(-lengths(case)[-1], None)
@@ -71,7 +66,7 @@ BENCHES = [
         call=_FORWARD.call,
         out=lambda case, inputs: None,
         bytes_moved=_bytes,
-        flops=_flops,
+        flops=partial(flops_of, _FORWARD),
         reference=_reference,
         check=check,
         ours=_ours,
