@@ -48,7 +48,7 @@ def plan(
         given.get("v_scale"),
         tensor("out", rows, heads[0], d),
         given.get("lse"),
-        *(causal, window, scale, softcap, most),
+        *(causal, window, scale, softcap, most, given.get("tree")),
     )
 
 
@@ -161,6 +161,14 @@ def test_pages_of_any_stride(make):
             {"q": far(900, 8, 64, strides=(1024, 128, 2))},
         ),
         (
+            "`tree_mask` must have elements that are less than 2 GiB apart",
+            {"tree": far(900, strides=(2**28,), dtype="int64"), "longest": 9},
+        ),
+        (
+            "`cu_seqlens_q` must have elements that are less than 2 GiB apart",
+            {"cu_seqlens_q": far(4, strides=(2**29,), dtype="int32"), "longest": 1},
+        ),
+        (
             "`out` must have rows that are less than 32 GiB apart",
             {"out": far(900, 8, 64, strides=(2**34 + 64, 64, 1))},
         ),
@@ -185,6 +193,15 @@ def test_what_there_is_no_kernel_for(text, given):
         ("`page_table` must", {"page_table": ExchangeTensor(4, 40, dtype="int32")}),
         ("`v_cache` must", {"v_cache": ExchangeTensor(51, 16, 2, 64, dtype="bfloat16")}),
         ("`out` must", {"out": ExchangeTensor(901, 8, 64, dtype="bfloat16")}),
+        ("`tree_mask` must", {"tree": ExchangeTensor(901, dtype="int64"), "longest": 9}),
+        (
+            "`tree_mask` must be None unless `causal`",
+            {"tree": ExchangeTensor(900, dtype="int64"), "longest": 9, "causal": False},
+        ),
+        (
+            "`max_seqlen_q` must be at most 64 with `tree_mask`, got 65",
+            {"tree": ExchangeTensor(900, dtype="int64"), "longest": 65},
+        ),
         ("`k_scale` must be None", {"k_scale": ExchangeTensor(2, dtype="float32")}),
     ],
 )
@@ -244,3 +261,12 @@ def test_float8_caches_of_few_new_tokens(longest, fits):
 
 def test_most_rows(make):
     assert plan(make, rows=MOST, heads=(1, 1), d=8, batch=1)["grid"] == 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "d", "longest"),
+    [((8, 2), 128, 64), ((8, 2), 256, 64), ((8, 8), 64, 0), ((64, 1), 40, 3)],
+)
+def test_trees_are_decoding(make, heads, d, longest):
+    got = plan(make, heads=heads, d=d, longest=longest, tree=make(900, dtype="int64"))
+    assert got["kernel"].startswith("decode_attention<")

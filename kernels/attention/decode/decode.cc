@@ -230,10 +230,11 @@ DecodeStrides strides_of(const TensorView& cache) {
   return {cache.strides[2] * element, static_cast<int32_t>(page), static_cast<int32_t>(place)};
 }
 
-// The stride of an int32 tensor's last dimension, in bytes.
+// The stride of an integer tensor's last dimension, in bytes.
 int32_t step_of(const TensorView& view) {
   const int last = view.ndim - 1;
-  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
+  const int64_t step = view.strides[last] * dtype_bytes(view.dtype);
+  return view.shape[last] > 1 ? static_cast<int32_t>(step) : 0;
 }
 
 const float* set_scale(const TensorView* scale, bool* per_head) {
@@ -252,6 +253,9 @@ void set_rows(const DecodeRows& rows, DecodeArgs* args) {
   args->total = static_cast<int>(rows.total);
   args->q_strides[0] = args->out_strides[0] = args->lse_strides[0] = 0;
   args->lse_strides[1] = rows.total;
+  if (rows.tree == nullptr) return;
+  args->tree = static_cast<const int64_t*>(rows.tree->data);
+  args->tree_step = step_of(*rows.tree);
 }
 
 void set_args(const DecodeTensors& t, const DecodeOptions& options, const DecodeRows& rows,

@@ -57,6 +57,9 @@ struct DecodeOptions {
 struct DecodeRows {
   const TensorView* starts = nullptr;  // [B + 1] int32, or null: all have Sq queries
   int64_t total = 0;                   // Tq
+  // [Tq] int64, or null: bit j of a row's word says that it sees new token j of its sequence, of 64
+  // at most, in place of those up to its own. Each sees all keys before the new tokens.
+  const TensorView* tree = nullptr;
 };
 
 struct DecodeCall {

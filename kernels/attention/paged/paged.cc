@@ -29,6 +29,7 @@ constexpr int64_t kWarpgroups = 2;
 constexpr int64_t kMostRowsByLanes = 8;  // of a page: the copy engine is faster from 16 on
 constexpr int64_t kVector = 8;           // elements of out in 16 bytes
 constexpr int64_t kMaxHeadDimension = 256;
+constexpr int64_t kMostOfATree = 64;  // new tokens of a sequence: bits of a word
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
@@ -50,6 +51,23 @@ Status check_dtypes(const Argument& q, const Argument& k, const Argument& v, con
   if (!is_float8(k.view)) TIERCEL_RETURN_IF_ERROR(check_dtype(k, {q.view.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(v, {k.view.dtype}));
   return check_dtype(out, {q.view.dtype});
+}
+
+Status check_tree(const PagedAttentionCall& call, const Argument& q) {
+  const Argument tree{kOp, "tree_mask", *call.tree};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(tree, {DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(tree, {q.view.shape[0]}, "[Tq]"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(tree, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(tree));
+  if (call.options.right != 0) {
+    return Status::InvalidArgument(mismatch(tree, "be None unless `causal`", "a tensor"));
+  }
+  if (call.max_q > kMostOfATree) {
+    return Status::InvalidArgument(std::string(kOp) +
+                                   ": `max_seqlen_q` must be at most 64 with `tree_mask`, got " +
+                                   std::to_string(call.max_q));
+  }
+  return Status();
 }
 
 // Checks that arguments fit together.
@@ -94,6 +112,7 @@ Status check(const PagedAttentionCall& call) {
   if (call.sinks != nullptr) {
     TIERCEL_RETURN_IF_ERROR(check_attention_sinks(kOp, "sinks", *call.sinks, heads, q.view));
   }
+  if (call.tree != nullptr) TIERCEL_RETURN_IF_ERROR(check_tree(call, q));
   for (const TensorView* scale : {call.k_scale, call.v_scale}) {
     if (scale != nullptr && !is_float8(k.view)) {
       return Status::InvalidArgument(
@@ -108,8 +127,9 @@ Status check(const PagedAttentionCall& call) {
 Status check_steps(const Argument& argument) {
   const TensorView& view = argument.view;
   const int last = view.ndim - 1;
+  const int64_t bytes = dtype_bytes(view.dtype);
   for (int i = 0; i < view.ndim; ++i) {
-    if (view.shape[i] > 1 && view.strides[i] > kMostStep / (i == last ? 4 : 1)) {
+    if (view.shape[i] > 1 && view.strides[i] > kMostStep / (i == last ? bytes : 1)) {
       return unsupported(argument, "have elements that are less than 2 GiB apart",
                          "strides " + shape_text(view.strides, view.ndim));
     }
@@ -185,6 +205,11 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
     return unsupported(v.argument, "have pages as many rows apart as `k_cache`",
                        "strides " + shape_text(v.argument.view.strides, 4));
   }
+  if (call.tree != nullptr) {
+    const Argument tree{kOp, "tree_mask", *call.tree};
+    TIERCEL_RETURN_IF_ERROR(check_steps(tree));
+    return unsupported(tree, "be None with these strides of other tensors", "a tensor");
+  }
   for (int i = 0; i < 2; ++i) {
     if (call.out->shape[i] > 1 && call.out->strides[i] / kVector > kMostStep) {
       return unsupported({kOp, "out", *call.out}, "have rows that are less than 32 GiB apart",
@@ -204,10 +229,10 @@ bool is_empty(const PagedAttentionCall& call) {
 }
 
 // True if few new tokens go to decode_attention's kernels. In the batch-invariant mode chunks of
-// any size go to the same kernels: to decode_attention's where the cache is float8, which others do
-// not take.
+// any size go to the same kernels: to decode_attention's where the cache is float8 or there is a
+// tree, which others do not take.
 bool decodes(const PagedAttentionCall& call) {
-  return !batch_invariant() || is_float8(*call.k_cache);
+  return !batch_invariant() || is_float8(*call.k_cache) || call.tree != nullptr;
 }
 
 struct Choice {

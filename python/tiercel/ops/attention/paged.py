@@ -19,7 +19,16 @@ __all__ = ["paged_attention"]
 
 # The operator's arguments that the kernels' functions take.
 _TENSORS = ("q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "sinks")
-_REST = ("max_seqlen_q", "k_scale", "v_scale", "out", "lse", *spec.OPTIONS, "max_seqused_k")
+_REST = (
+    "max_seqlen_q",
+    "k_scale",
+    "v_scale",
+    "out",
+    "lse",
+    *spec.OPTIONS,
+    "max_seqused_k",
+    "tree_mask",
+)
 
 
 def _operator(declared: Spec) -> Op:
@@ -65,6 +74,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     max_seqused_k: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -118,6 +128,11 @@ def paged_attention(
             For a float8 cache only.
         v_scale: The same for values.
         q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
+        tree_mask: ``[Tq]`` int64, any stride: for drafts that are trees. Bit j of a row's word says
+            that the query sees new token j of its sequence; it sees all keys before the new tokens,
+            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
+            the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
+            not have do not count.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
             how keys are split among blocks, and changes nothing else.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
@@ -150,7 +165,8 @@ def paged_attention(
         )
     given: tuple[Any, ...] = (
         *(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, max_seqlen_q),
-        *(sinks, k_scale, v_scale, q_scale, causal, limits, scale, softcap, max_seqused_k, backend),
+        *(sinks, k_scale, v_scale, q_scale, tree_mask),
+        *(causal, limits, scale, softcap, max_seqused_k, backend),
     )
     if out is None:
         op = _PAGED_LSE if return_lse else _PAGED
