@@ -71,5 +71,5 @@ def _tree_indices(call: Call) -> list[Index]:
     def wrong(words: Tensor) -> Tensor:
         return inside & ((words >> own) != 1) & ((own < 63) | (words >= 0))
 
-    due = "hold for each row its own bit and bits of earlier ones of its sequence"
+    due = "hold for each row its own bit and earlier ones"
     return [Index("tree_mask", words, wrong, due)]
