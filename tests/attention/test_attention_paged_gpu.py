@@ -79,6 +79,33 @@ def test_float8_cache(per_head):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_float8_cache_of_many_new_tokens(page, d, dtype, options):
+    q, k, v, *rest = draw(MIXED, (8, 2), d=d, page=page, dtype=dtype, around=(2, 3))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    scales = {"k_scale": torch.tensor([0.5, 1.5]).cuda(), "v_scale": torch.tensor(0.5).cuda()}
+    sinks = torch.ones(8, device="cuda")
+    out, lse = tiercel.paged_attention(*given, return_lse=True, sinks=sinks, **scales, **options)
+    truth = tiercel.ref.paged_attention(
+        *wide(given), return_lse=True, sinks=sinks, **scales, **options
+    )
+    assert_close(out, lse, *truth)
+
+
+@pytest.mark.parametrize("context", [0, 1, 127, 5000])
+@pytest.mark.parametrize("new", [33, 128, 1000, 4000])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_chunks_over_a_float8_cache(batch, new, context):
+    q, k, v, *rest = draw([(new, context + new)] * batch, (32, 8), d=128)
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    out, lse = tiercel.paged_attention(*given, return_lse=True)
+    assert_close(out, lse, *tiercel.ref.paged_attention(*wide(given), return_lse=True))
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("options", [{}, {"window": (900, 3)}, {"softcap": 5.0}])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_keys_split_among_blocks(d, options):

@@ -7,6 +7,7 @@ from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 from tiercel import _C
 
 MOST = 2**29 - 1  # rows
+FLOAT8 = "float8_e4m3fn"
 
 
 @pytest.fixture(params=[ExchangeTensor, AttributeTensor])
@@ -92,6 +93,11 @@ def test_empty(make):
         assert plan(make, **given)["kernel"] == "none"
 
 
+def float8(d=64, **options):
+    caches = (far(50, 16, 2, d, strides=(32 * d, 2 * d, d, 1), dtype=FLOAT8) for _ in range(2))
+    return {"d": d, **dict(zip(("k_cache", "v_cache"), caches, strict=True)), **options}
+
+
 def far(*shape, strides, dtype="bfloat16"):
     return ExchangeTensor(*shape, dtype=dtype, strides=strides)
 
@@ -112,12 +118,11 @@ def test_pages_of_any_stride(make):
         ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 20}),
         ("`q` must be bfloat16 or float16", {"dtype": "float8_e4m3fn"}),
         (
-            "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens",
-            {
-                name: far(50, 16, 2, 64, strides=(2048, 128, 64, 1), dtype="float8_e4m3fn")
-                for name in ("k_cache", "v_cache")
-            },
+            "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens, "
+            "unless the head dimension is a multiple of 16 up to 128 and `softcap` is None",
+            float8(d=256),
         ),
+        ("`k_cache` must be bfloat16 or float16 where .* `softcap` is None", float8(softcap=5.0)),
         ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),
         ("`scale` must be positive", {"scale": 0.0}),
         ("`softcap` must be None or positive", {"softcap": -1.0}),
@@ -244,19 +249,16 @@ def test_few_new_tokens_are_decoding(make, heads, longest, d, few):
     assert got["kernel"].startswith("decode_attention<" if few else "attention_paged_")
 
 
-@pytest.mark.parametrize(("longest", "fits"), [(1, True), (16, True), (17, False)])
-def test_float8_caches_of_few_new_tokens(longest, fits):
+@pytest.mark.parametrize(("longest", "few"), [(1, True), (16, True), (17, False), (900, False)])
+def test_float8_caches(longest, few):
     caches = {
         name: ExchangeTensor(50, 16, 2, 64, dtype="float8_e4m3fn")
         for name in ("k_cache", "v_cache")
     }
     scales = {"k_scale": ExchangeTensor(2, dtype="float32")}
-    if fits:
-        got = plan(ExchangeTensor, longest=longest, **caches, **scales)
-        assert got["kernel"].startswith("decode_attention<BFloat16, float8=true")
-    else:
-        with pytest.raises(NotImplementedError, match="many new tokens"):
-            plan(ExchangeTensor, longest=longest, **caches)
+    got = plan(ExchangeTensor, longest=longest, **caches, **scales)
+    name = "decode_attention<BFloat16, float8=true" if few else "attention_paged_bf16_d64_causal"
+    assert got["kernel"].startswith(name)
 
 
 def test_most_rows(make):

@@ -123,6 +123,44 @@ def test_float8_cache(d):
     assert_close(out / 2, lse, truth[0] / 2, truth[1])
 
 
+FLOAT8 = [(1, 77), (150, 210), (0, 40), (3, 3), (1, 1), (20, 148), (0, 0), (70, 400)]
+
+
+def check_float8(lengths, heads=(6, 2), d=128, dtype=torch.bfloat16, page=16, sinks=None, **rest):
+    q, k, v, *others = make(lengths, heads, d=d, page=page, dtype=dtype, around=(2, 3))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *others)
+    assert kernels.paged_attention_plan(*arguments(given))["kernel"].startswith("attention_paged")
+    out, lse = run(given, sinks, **rest)
+    truth = tiercel.ref.paged_attention(*wide(given), sinks=sinks, **rest, return_lse=True)
+    assert_close(out / 2, lse, truth[0] / 2, truth[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [16, 64, 80, 128])
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}])
+def test_float8_cache_of_many_new_tokens(d, dtype, options):
+    scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
+    check_float8(FLOAT8, d=d, dtype=dtype, **scales, **options)
+
+
+@pytest.mark.parametrize("page", [1, 2, 64, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (32, 1)])
+def test_pages_of_a_float8_cache(page, heads):
+    scales = {"k_scale": torch.tensor(0.5), "sinks": torch.ones(heads[0])}
+    check_float8([(70, 300), (100, 256), (33, 33)], heads, page=page, **scales)
+
+
+def test_keys_of_a_float8_cache_split_among_blocks():
+    scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
+    check_float8([(70, 1300), (0, 3), (1, 700), (33, 33), (2, 1)], (4, 2), **scales)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_order_of_warps_over_a_float8_cache(seed):
+    with running(lazy=seed != 2, seed=seed):
+        check_float8([(140, 300), (40, 200), (1, 5)], (4, 2))
+
+
 LONG = [(70, 1300), (0, 3), (1, 700), (33, 33), (2, 1)]
 
 

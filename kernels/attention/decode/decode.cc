@@ -47,23 +47,6 @@ Status check_layout(const Argument& argument) {
                      "strides " + shape_text(view.strides, view.ndim));
 }
 
-Status check_scale(const Argument& scale, const Argument& q, int64_t heads, bool float8) {
-  if (!float8) {
-    return Status::InvalidArgument(
-        mismatch(scale, "be None for a cache that is not float8", "a tensor"));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
-  int64_t count = 1;
-  for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
-  if (count != 1 && count != heads) {
-    return Status::InvalidArgument(
-        mismatch(scale, "have 1 element or Hk = " + std::to_string(heads), std::to_string(count)));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, q));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
-  return check_contiguous(scale);
-}
-
 Status check_lengths(const Argument& lengths, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(lengths, {DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_shape(lengths, {q.view.shape[0]}, "[B]"));
@@ -115,10 +98,10 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
   const bool float8 = t.k_cache->dtype == DType::kFloat8E4M3;
   const int64_t kv_heads = t.k_cache->shape[2];
   if (t.k_scale != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "k_scale", *t.k_scale}, q, kv_heads, float8));
+    TIERCEL_RETURN_IF_ERROR(check_decode_scale({kOp, "k_scale", *t.k_scale}, q, kv_heads, float8));
   }
   if (t.v_scale != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "v_scale", *t.v_scale}, q, kv_heads, float8));
+    TIERCEL_RETURN_IF_ERROR(check_decode_scale({kOp, "v_scale", *t.v_scale}, q, kv_heads, float8));
   }
   if (t.lse != nullptr) {
     const Argument lse{kOp, "lse", *t.lse};
@@ -372,6 +355,23 @@ Status check_workspace(const Argument& workspace, const Argument& q, int64_t nee
 }
 
 }  // namespace
+
+Status check_decode_scale(const Argument& scale, const Argument& q, int64_t heads, bool float8) {
+  if (!float8) {
+    return Status::InvalidArgument(
+        mismatch(scale, "be None for a cache that is not float8", "a tensor"));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  int64_t count = 1;
+  for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
+  if (count != 1 && count != heads) {
+    return Status::InvalidArgument(
+        mismatch(scale, "have 1 element or Hk = " + std::to_string(heads), std::to_string(count)));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  return check_contiguous(scale);
+}
 
 Status decode_attention_plan(const DecodeCall& call, int multiprocessors, DecodePlan* plan) {
   const DecodeTensors& tensors = call.tensors;

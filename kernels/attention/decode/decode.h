@@ -7,6 +7,7 @@
 
 #include "kernels/attention/decode/choose.h"
 #include "kernels/attention/decode/kernels.h"
+#include "kernels/sm90/checks.h"
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
 
@@ -79,6 +80,9 @@ struct DecodePlan {
   unsigned block;
   int64_t workspace;  // floats, of any initial value
 };
+
+// Checks a factor of stored keys or values; `heads` are theirs.
+Status check_decode_scale(const Argument& scale, const Argument& q, int64_t heads, bool float8);
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver. Ignores the workspace.
