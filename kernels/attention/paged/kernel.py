@@ -9,6 +9,7 @@ It multiplies as forward/kernel.py does. What differs:
   64 columns of the rows of one page, or of a block of keys if that is less. A copy's map ends with
   the sequence, so rows behind its last key arrive as zeros, whatever the page holds. Rows of small
   pages are copied 16 bytes a lane instead: the copy engine takes as long for one as for many.
+  Those of float8 caches are too, and the same lanes widen them to 16 bits in place.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.

@@ -107,7 +107,8 @@ def paged_attention(
         k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn. Hk divides H:
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
             are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
-            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64.
+            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64, or D is a
+            multiple of 16 up to 128 and ``softcap`` is None.
         v_cache: The same.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
             cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
@@ -132,7 +133,8 @@ def paged_attention(
             that the query sees new token j of its sequence; it sees all keys before the new tokens,
             and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
             the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
-            not have do not count.
+            not have do not count. docs/kernels/paged_attention.md makes one of
+            :func:`tiercel.verify_draft`'s ``parents``.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
             how keys are split among blocks, and changes nothing else.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
