@@ -316,15 +316,10 @@ WRONG = [
     ("decode_attention", decode, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
     ("decode_attention", decode, "seqused_k", int32(-5, 8), "from 0 to 12, got -5 at [0]"),
     ("decode_attention", decode, "prefix", int32(0, -3), "at least 0, got -3 at [1]"),
-    (
-        "paged_attention",
-        paged,
-        "page_table",
-        int32(5, 0, 99, 1, 6, 3).view(2, 3),
-        "pages from 0 to 5 for the keys before `seqused_k`, got 6 at [1, 1]",
-    ),
+    ("paged_attention", paged, "page_table", int32(5, 0, 9, 1, 6, 3).view(2, 3), "got 6 at [1, 1]"),
     ("paged_attention", paged, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
     ("paged_attention", paged, "cu_seqlens_q", int32(0, 0, 4), "`max_seqlen_q` = 3 rows"),
+    ("paged_attention", paged, "tree_mask", torch.tensor([1, 1, 6, 5]), "ones, got 6 at [2]"),
 ]
 
 

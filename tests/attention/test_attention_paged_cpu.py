@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.paged import make, wide
+from support.paged import make, random_trees, wide
 
 import tiercel
 from tiercel import ref
@@ -82,6 +82,45 @@ def test_sinks_by_definition():
     torch.testing.assert_close(out, plain * share.T[..., None])
 
 
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (6, 0), (9, 0)])
+def test_a_tree_by_its_paths(window):
+    """Each row is the last query of a sequence of the old keys and of those on its path."""
+    given = make([(6, 14), (1, 4), (0, 2), (9, 9)], dtype=torch.float64, d=16)
+    q, k, v, table, lengths, starts, _ = given
+    words = random_trees(given)
+    options = {"tree_mask": words, "window": window, "return_lse": True}
+    out, lse = ref.paged_attention(*given, **options)
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = (gathered(cache, table[b], length) for cache in (k, v))
+        first, end = starts[b : b + 2].tolist()
+        for row in range(first, end):
+            old = length - (end - first)
+            path = [old + j for j in range(end - first) if int(words[row]) >> j & 1]
+            seen = torch.tensor([*range(old), *path])
+            given_to = (q[None, row : row + 1], keys[:, seen], values[:, seen])
+            due, sums = ref.attention(*given_to, causal=True, window=window, return_lse=True)
+            torch.testing.assert_close(out[row], due[0, 0])
+            torch.testing.assert_close(lse[:, row], sums[0, :, 0])
+
+
+def test_a_tree_of_parents():
+    """As docs/kernels/paged_attention.md makes one of verify_draft's parents."""
+    parents = torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2]], dtype=torch.int32)
+    words = [torch.ones(len(parents), dtype=torch.int64)]
+    for i in range(parents.shape[1]):
+        above = torch.stack(words, 1).gather(1, parents[:, i : i + 1].long() + 1)[:, 0]
+        words.append(above | torch.ones_like(above) << i + 1)
+    tree_mask = torch.stack(words, 1).flatten()
+    assert tree_mask.tolist() == [1, 0b11, 0b101, 0b1011, 0b11011, 1, 3, 7, 15, 31]
+    given = make([(5, 20), (5, 7)], dtype=torch.float64, d=16)
+    tree, chain = (
+        ref.paged_attention(*given, **options) for options in ({"tree_mask": tree_mask}, {})
+    )
+    torch.testing.assert_close(tree[5:], chain[5:])
+    torch.testing.assert_close(tree[:2], chain[:2])
+    assert not torch.allclose(tree[2], chain[2])
+
+
 def test_float8():
     q, k, v, *rest = make(LENGTHS, d=16)
     k, v = (x.nan_to_num().to(FLOAT8) for x in (k, v))
@@ -143,6 +182,16 @@ def test_no_cache_at_all():
             ValueError,
             "`q_scale` must be None unless `q` is float8_e4m3fn, got a tensor and `q` of bfloat16",
             {"q_scale": torch.ones(1)},
+        ),
+        (
+            ValueError,
+            "`tree_mask` must be None unless `causal`, got a tensor",
+            {"tree_mask": torch.ones(14, dtype=torch.int64), "causal": False},
+        ),
+        (
+            ValueError,
+            "`max_seqlen_q` must be at most 64 with `tree_mask`, got 65",
+            {"tree_mask": torch.ones(14, dtype=torch.int64), "max_seqlen_q": 65},
         ),
         (ValueError, r"`window` must be None or \(left, right\), got 3", {"window": 3}),
         (ValueError, "`scale` must be None or positive and finite, got 0", {"scale": 0}),

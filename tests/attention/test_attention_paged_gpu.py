@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.paged import assert_close, make, wide
+from support.paged import assert_close, make, random_trees, wide
 
 import tiercel
 
@@ -79,12 +79,69 @@ def test_float8_cache(per_head):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_float8_cache_of_many_new_tokens(page, d, dtype, options):
+    q, k, v, *rest = draw(MIXED, (8, 2), d=d, page=page, dtype=dtype, around=(2, 3))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    scales = {"k_scale": torch.tensor([0.5, 1.5]).cuda(), "v_scale": torch.tensor(0.5).cuda()}
+    sinks = torch.ones(8, device="cuda")
+    out, lse = tiercel.paged_attention(*given, return_lse=True, sinks=sinks, **scales, **options)
+    truth = tiercel.ref.paged_attention(
+        *wide(given), return_lse=True, sinks=sinks, **scales, **options
+    )
+    assert_close(out, lse, *truth)
+
+
+@pytest.mark.parametrize("context", [0, 1, 127, 5000])
+@pytest.mark.parametrize("new", [33, 128, 1000, 4000])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_chunks_over_a_float8_cache(batch, new, context):
+    q, k, v, *rest = draw([(new, context + new)] * batch, (32, 8), d=128)
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    out, lse = tiercel.paged_attention(*given, return_lse=True)
+    assert_close(out, lse, *tiercel.ref.paged_attention(*wide(given), return_lse=True))
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("options", [{}, {"window": (900, 3)}, {"softcap": 5.0}])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_keys_split_among_blocks(d, options):
     lengths = [(70, 2300), (0, 3), (1, 1700), (33, 33), (2, 1)]
     check(draw(lengths, (8, 2), d=d, around=(3, 2)), **options)
     check(draw(lengths, (8, 2), d=d), sinks=torch.ones(8, device="cuda"), **options)
+
+
+TREES = [(1, 777), (64, 210), (0, 40), (7, 7), (20, 5), (0, 0), (33, 4097), (64, 64)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("window", [None, (30, 0)])
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+def test_trees(d, window):
+    given = draw(TREES, (8, 2), d=d, around=(3, 5))
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5], device="cuda")
+    check(given, sinks=sinks, tree_mask=random_trees(given), window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8), (8, 1)])
+@pytest.mark.parametrize("new", [4, 16, 64])
+@pytest.mark.parametrize("batch", [1, 16, 200])
+def test_trees_of_batches(batch, new, heads, dtype):
+    given = draw([(new, new + 97 * i % 3000) for i in range(batch)], heads, d=128, dtype=dtype)
+    check(given, tree_mask=random_trees(given))
+    check(given, tree_mask=random_trees(given), softcap=5.0)
+
+
+def test_trees_over_a_float8_cache():
+    q, k, v, *rest = draw(TREES, (8, 2), d=128, around=(0, 2))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    options = {"tree_mask": random_trees(given), "k_scale": torch.tensor([0.5, 1.5]).cuda()}
+    out, lse = tiercel.paged_attention(*given, return_lse=True, **options)
+    assert_close(out, lse, *tiercel.ref.paged_attention(*wide(given), return_lse=True, **options))
 
 
 @pytest.mark.parametrize("heads", [(64, 1), (48, 1), (32, 8)])

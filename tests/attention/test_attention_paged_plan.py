@@ -7,6 +7,7 @@ from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 from tiercel import _C
 
 MOST = 2**29 - 1  # rows
+FLOAT8 = "float8_e4m3fn"
 
 
 @pytest.fixture(params=[ExchangeTensor, AttributeTensor])
@@ -48,7 +49,7 @@ def plan(
         given.get("v_scale"),
         tensor("out", rows, heads[0], d),
         given.get("lse"),
-        *(causal, window, scale, softcap, most),
+        *(causal, window, scale, softcap, most, given.get("tree")),
     )
 
 
@@ -92,6 +93,11 @@ def test_empty(make):
         assert plan(make, **given)["kernel"] == "none"
 
 
+def float8(d=64, **options):
+    caches = (far(50, 16, 2, d, strides=(32 * d, 2 * d, d, 1), dtype=FLOAT8) for _ in range(2))
+    return {"d": d, **dict(zip(("k_cache", "v_cache"), caches, strict=True)), **options}
+
+
 def far(*shape, strides, dtype="bfloat16"):
     return ExchangeTensor(*shape, dtype=dtype, strides=strides)
 
@@ -112,12 +118,11 @@ def test_pages_of_any_stride(make):
         ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 20}),
         ("`q` must be bfloat16 or float16", {"dtype": "float8_e4m3fn"}),
         (
-            "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens",
-            {
-                name: far(50, 16, 2, 64, strides=(2048, 128, 64, 1), dtype="float8_e4m3fn")
-                for name in ("k_cache", "v_cache")
-            },
+            "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens, "
+            "unless the head dimension is a multiple of 16 up to 128 and `softcap` is None",
+            float8(d=256),
         ),
+        ("`k_cache` must be bfloat16 or float16 where .* `softcap` is None", float8(softcap=5.0)),
         ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),
         ("`scale` must be positive", {"scale": 0.0}),
         ("`softcap` must be None or positive", {"softcap": -1.0}),
@@ -161,6 +166,14 @@ def test_pages_of_any_stride(make):
             {"q": far(900, 8, 64, strides=(1024, 128, 2))},
         ),
         (
+            "`tree_mask` must have elements that are less than 2 GiB apart",
+            {"tree": far(900, strides=(2**28,), dtype="int64"), "longest": 9},
+        ),
+        (
+            "`cu_seqlens_q` must have elements that are less than 2 GiB apart",
+            {"cu_seqlens_q": far(4, strides=(2**29,), dtype="int32"), "longest": 1},
+        ),
+        (
             "`out` must have rows that are less than 32 GiB apart",
             {"out": far(900, 8, 64, strides=(2**34 + 64, 64, 1))},
         ),
@@ -185,6 +198,15 @@ def test_what_there_is_no_kernel_for(text, given):
         ("`page_table` must", {"page_table": ExchangeTensor(4, 40, dtype="int32")}),
         ("`v_cache` must", {"v_cache": ExchangeTensor(51, 16, 2, 64, dtype="bfloat16")}),
         ("`out` must", {"out": ExchangeTensor(901, 8, 64, dtype="bfloat16")}),
+        ("`tree_mask` must", {"tree": ExchangeTensor(901, dtype="int64"), "longest": 9}),
+        (
+            "`tree_mask` must be None unless `causal`",
+            {"tree": ExchangeTensor(900, dtype="int64"), "longest": 9, "causal": False},
+        ),
+        (
+            "`max_seqlen_q` must be at most 64 with `tree_mask`, got 65",
+            {"tree": ExchangeTensor(900, dtype="int64"), "longest": 65},
+        ),
         ("`k_scale` must be None", {"k_scale": ExchangeTensor(2, dtype="float32")}),
     ],
 )
@@ -227,20 +249,26 @@ def test_few_new_tokens_are_decoding(make, heads, longest, d, few):
     assert got["kernel"].startswith("decode_attention<" if few else "attention_paged_")
 
 
-@pytest.mark.parametrize(("longest", "fits"), [(1, True), (16, True), (17, False)])
-def test_float8_caches_of_few_new_tokens(longest, fits):
+@pytest.mark.parametrize(("longest", "few"), [(1, True), (16, True), (17, False), (900, False)])
+def test_float8_caches(longest, few):
     caches = {
         name: ExchangeTensor(50, 16, 2, 64, dtype="float8_e4m3fn")
         for name in ("k_cache", "v_cache")
     }
     scales = {"k_scale": ExchangeTensor(2, dtype="float32")}
-    if fits:
-        got = plan(ExchangeTensor, longest=longest, **caches, **scales)
-        assert got["kernel"].startswith("decode_attention<BFloat16, float8=true")
-    else:
-        with pytest.raises(NotImplementedError, match="many new tokens"):
-            plan(ExchangeTensor, longest=longest, **caches)
+    got = plan(ExchangeTensor, longest=longest, **caches, **scales)
+    name = "decode_attention<BFloat16, float8=true" if few else "attention_paged_bf16_d64_causal"
+    assert got["kernel"].startswith(name)
 
 
 def test_most_rows(make):
     assert plan(make, rows=MOST, heads=(1, 1), d=8, batch=1)["grid"] == 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "d", "longest"),
+    [((8, 2), 128, 64), ((8, 2), 256, 64), ((8, 8), 64, 0), ((64, 1), 40, 3)],
+)
+def test_trees_are_decoding(make, heads, d, longest):
+    got = plan(make, heads=heads, d=d, longest=longest, tree=make(900, dtype="int64"))
+    assert got["kernel"].startswith("decode_attention<")

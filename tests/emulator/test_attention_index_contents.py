@@ -292,16 +292,22 @@ def test_paged_attention(seed):
     longest = max(1, *(end - first for first, end in itertools.pairwise(cut)))
     longest = draw.choice((rows, longest))
     given = (q, k, v, table, lengths, begins, sinks, longest, None, None, out, lse)
-    options = (causal, window, None, None, None)
+    tree = None
+    if causal and longest <= 64:
+        words = torch.randint(-(2**63), 2**63 - 1, (rows, 2), generator=generator)
+        words[torch.rand(rows, generator=generator) < 0.2] = draw.choice((0, -1, 1))
+        tree = draw.choice((None, inside(words)[:, 0]))
+    options = (causal, window, None, None, None, tree)
     floats = kernels.paged_attention_plan(*given, *options)["workspace"]
     workspace = inside(torch.full((floats,), torch.nan)) if floats else None
     with running(max_instructions=LIMIT):
         kernels.paged_attention(*given, *options, workspace)
-    assert all(untouched(x) for x in (*given, workspace) if isinstance(x, torch.Tensor))
+    assert all(untouched(x) for x in (*given, tree, workspace) if isinstance(x, torch.Tensor))
     if not do_not_decrease(values, rows):
         return
     wide = [x.double() for x in (q, k, v)]
     options = {"window": window, "causal": causal, "sinks": sinks, "return_lse": True}
+    options["tree_mask"] = tree
     truth, sums = tiercel.ref.paged_attention(*wide, table, lengths, begins, rows, **options)
     unit = torch.finfo(dtype).eps / 2
     assert ((out.double() - truth).abs() / (truth.abs() + 1)).max() <= 4 * unit

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.emulator import kernels
 from support.emulator import options as running
-from support.paged import assert_close, make, wide
+from support.paged import assert_close, make, random_trees, wide
 
 import tiercel
 
@@ -20,7 +20,7 @@ def arguments(given, sinks=None, causal=True, window=None, softcap=None, **scale
     q = given[0]
     out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
     factors = (scales.get("k_scale"), scales.get("v_scale"))
-    options = (causal, window, None, softcap, None)
+    options = (causal, window, None, softcap, None, scales.get("tree_mask"))
     return (*tensors, sinks, longest, *factors, out, lse, *options)
 
 
@@ -123,6 +123,44 @@ def test_float8_cache(d):
     assert_close(out / 2, lse, truth[0] / 2, truth[1])
 
 
+FLOAT8 = [(1, 77), (150, 210), (0, 40), (3, 3), (1, 1), (20, 148), (0, 0), (70, 400)]
+
+
+def check_float8(lengths, heads=(6, 2), d=128, dtype=torch.bfloat16, page=16, sinks=None, **rest):
+    q, k, v, *others = make(lengths, heads, d=d, page=page, dtype=dtype, around=(2, 3))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *others)
+    assert kernels.paged_attention_plan(*arguments(given))["kernel"].startswith("attention_paged")
+    out, lse = run(given, sinks, **rest)
+    truth = tiercel.ref.paged_attention(*wide(given), sinks=sinks, **rest, return_lse=True)
+    assert_close(out / 2, lse, truth[0] / 2, truth[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [16, 64, 80, 128])
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}])
+def test_float8_cache_of_many_new_tokens(d, dtype, options):
+    scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
+    check_float8(FLOAT8, d=d, dtype=dtype, **scales, **options)
+
+
+@pytest.mark.parametrize("page", [1, 2, 64, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (32, 1)])
+def test_pages_of_a_float8_cache(page, heads):
+    scales = {"k_scale": torch.tensor(0.5), "sinks": torch.ones(heads[0])}
+    check_float8([(70, 300), (100, 256), (33, 33)], heads, page=page, **scales)
+
+
+def test_keys_of_a_float8_cache_split_among_blocks():
+    scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
+    check_float8([(70, 1300), (0, 3), (1, 700), (33, 33), (2, 1)], (4, 2), **scales)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_order_of_warps_over_a_float8_cache(seed):
+    with running(lazy=seed != 2, seed=seed):
+        check_float8([(140, 300), (40, 200), (1, 5)], (4, 2))
+
+
 LONG = [(70, 1300), (0, 3), (1, 700), (33, 33), (2, 1)]
 
 
@@ -143,3 +181,57 @@ def test_any_order_of_warps(seed):
 
 def test_many_sequences():
     check(make([(i % 3, 3 * i) for i in range(100)], (2, 2)))
+
+
+# New tokens and keys: chains and trees, with fewer keys than new tokens too.
+TREES = [(1, 77), (7, 70), (0, 40), (64, 190), (5, 5), (20, 9), (0, 0), (33, 300), (64, 64)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (40, 0)}, {"window": (2, 0)}, {"softcap": 5.0}])
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+def test_trees(d, options):
+    given = make(TREES, (6, 2), d=d, around=(3, 5))
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0])
+    check(given, sinks, tree_mask=random_trees(given), **options)
+
+
+def test_trees_of_few_tokens():
+    """Of one sequence, and of many, which a cluster has each or all blocks share."""
+    for lengths in ([(8, 3000)], [(i % 8, 20 * i) for i in range(40)], [(7, 1500), (2, 900)]):
+        given = make(lengths, (4, 1), page=1)
+        check(given, tree_mask=random_trees(given))
+
+
+def test_a_chain_is_causal():
+    given = make([(1, 77), (64, 90), (9, 300), (5, 3)], (4, 2))
+    chain = torch.cat([(2 << torch.arange(n)) - 1 for n in (1, 64, 9, 5)])
+    check(given, tree_mask=chain)
+    out, lse = run(given, tree_mask=chain, window=(20, 0))
+    truth = tiercel.ref.paged_attention(*wide(given), window=(20, 0), return_lse=True)
+    assert_close(out, lse, *truth)
+
+
+def test_trees_over_a_float8_cache():
+    q, k, v, *rest = make(TREES, (6, 2), d=128, around=(0, 2))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    options = {"tree_mask": random_trees(given), "window": (100, 0)}
+    options |= {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0])}
+    out, lse = run(given, **options)
+    truth = tiercel.ref.paged_attention(*wide(given), **options, return_lse=True)
+    assert_close(out / 2, lse, truth[0] / 2, truth[1])
+
+
+def test_any_words():
+    """Bits of later tokens, and of none; a stride."""
+    given = make(TREES, (4, 2), d=64)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**63), 2**63 - 1, (len(given[0]), 2), generator=generator)[:, 0]
+    words[::7] = 0
+    for window in (None, (30, 0), (0, 0)):
+        check(given, tree_mask=words, window=window)
+
+
+def test_trees_in_any_order_of_warps():
+    given = make([(40, 300), (1, 200), (30, 31)])
+    with running(lazy=False, seed=2):
+        check(given, tree_mask=random_trees(given))

@@ -86,9 +86,14 @@ def decode_attention(source, queries=1, cache=None, d=128, group=4, **options):
 @case("paged_attention", "mixed", most=90)
 @case("paged_attention", "float8", most=8, cache=torch.float8_e4m3fn)
 @case("paged_attention", "window", most=40, window=(700, 0))
-def paged_attention(source, most=1, cache=None, **options):
+@case("paged_attention", "trees", most=24, trees=True)
+def paged_attention(source, most=1, cache=None, trees=False, **options):
     paged = Paged(source, _LENGTHS)
     counts = [min(n, 1 + (7 * i) % most) for i, n in enumerate(_LENGTHS)]
+    words = [1]  # of a binary tree: a node's ancestors and itself
+    while trees and len(words) < most:
+        words.append(words[(len(words) - 1) // 2] | 1 << len(words))
+    words = torch.tensor(words, device=source.device)
     parts = [source.normal(n, 8, 128) for n in counts]
     k, v = paged.k.to(cache or paged.k.dtype), paged.v.to(cache or paged.v.dtype)
 
@@ -97,7 +102,9 @@ def paged_attention(source, most=1, cache=None, **options):
         q = torch.cat([parts[i] for i in rows.tolist()])
         pages = -(-int(paged.lengths[rows].max()) // 16)
         tensors = (q, k, v, paged.table[rows, :pages], paged.lengths[rows])
-        out = tiercel.paged_attention(*tensors, starts_of(own, q.device), max(own), **options)
+        tree = torch.cat([words[:n] for n in own]) if trees else None
+        tensors += (starts_of(own, q.device), max(own))
+        out = tiercel.paged_attention(*tensors, tree_mask=tree, **options)
         padded = _in_sequences(out, own)
         return (torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, most - max(own))),)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences with any number of new tokens over a paged cache, for tests of paged_attention."""
 
+import itertools
+
 import torch
 
 NO_PAGES = (-7, 1 << 30, -(2**31), 2**31 - 1)
@@ -46,6 +48,20 @@ def make(
     seqused = torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=device)
     longest = max((n for n, _ in lengths), default=0)
     return q, stored[:, 0], stored[:, 1], table, seqused, starts, longest
+
+
+def random_trees(given, seed=3):
+    """A tree_mask of random trees, one of each sequence's new tokens; any words in other rows."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, starts = len(given[0]), given[5].tolist()
+    words = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    for first, end in itertools.pairwise(starts):
+        masks = []
+        for i in range(end - first):
+            parent = int(torch.randint(-1, i, (), generator=generator)) if i else -1
+            masks.append(1 << i | (masks[parent] if parent >= 0 else 0))
+        words[first:end] = torch.tensor([mask - (mask >> 63 << 64) for mask in masks])
+    return words.to(given[0].device)
 
 
 def wide(given):

@@ -47,23 +47,6 @@ Status check_layout(const Argument& argument) {
                      "strides " + shape_text(view.strides, view.ndim));
 }
 
-Status check_scale(const Argument& scale, const Argument& q, int64_t heads, bool float8) {
-  if (!float8) {
-    return Status::InvalidArgument(
-        mismatch(scale, "be None for a cache that is not float8", "a tensor"));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
-  int64_t count = 1;
-  for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
-  if (count != 1 && count != heads) {
-    return Status::InvalidArgument(
-        mismatch(scale, "have 1 element or Hk = " + std::to_string(heads), std::to_string(count)));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, q));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
-  return check_contiguous(scale);
-}
-
 Status check_lengths(const Argument& lengths, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(lengths, {DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_shape(lengths, {q.view.shape[0]}, "[B]"));
@@ -115,10 +98,10 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
   const bool float8 = t.k_cache->dtype == DType::kFloat8E4M3;
   const int64_t kv_heads = t.k_cache->shape[2];
   if (t.k_scale != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "k_scale", *t.k_scale}, q, kv_heads, float8));
+    TIERCEL_RETURN_IF_ERROR(check_decode_scale({kOp, "k_scale", *t.k_scale}, q, kv_heads, float8));
   }
   if (t.v_scale != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "v_scale", *t.v_scale}, q, kv_heads, float8));
+    TIERCEL_RETURN_IF_ERROR(check_decode_scale({kOp, "v_scale", *t.v_scale}, q, kv_heads, float8));
   }
   if (t.lse != nullptr) {
     const Argument lse{kOp, "lse", *t.lse};
@@ -230,10 +213,11 @@ DecodeStrides strides_of(const TensorView& cache) {
   return {cache.strides[2] * element, static_cast<int32_t>(page), static_cast<int32_t>(place)};
 }
 
-// The stride of an int32 tensor's last dimension, in bytes.
+// The stride of an integer tensor's last dimension, in bytes.
 int32_t step_of(const TensorView& view) {
   const int last = view.ndim - 1;
-  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
+  const int64_t step = view.strides[last] * dtype_bytes(view.dtype);
+  return view.shape[last] > 1 ? static_cast<int32_t>(step) : 0;
 }
 
 const float* set_scale(const TensorView* scale, bool* per_head) {
@@ -252,6 +236,9 @@ void set_rows(const DecodeRows& rows, DecodeArgs* args) {
   args->total = static_cast<int>(rows.total);
   args->q_strides[0] = args->out_strides[0] = args->lse_strides[0] = 0;
   args->lse_strides[1] = rows.total;
+  if (rows.tree == nullptr) return;
+  args->tree = static_cast<const int64_t*>(rows.tree->data);
+  args->tree_step = step_of(*rows.tree);
 }
 
 void set_args(const DecodeTensors& t, const DecodeOptions& options, const DecodeRows& rows,
@@ -368,6 +355,23 @@ Status check_workspace(const Argument& workspace, const Argument& q, int64_t nee
 }
 
 }  // namespace
+
+Status check_decode_scale(const Argument& scale, const Argument& q, int64_t heads, bool float8) {
+  if (!float8) {
+    return Status::InvalidArgument(
+        mismatch(scale, "be None for a cache that is not float8", "a tensor"));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  int64_t count = 1;
+  for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
+  if (count != 1 && count != heads) {
+    return Status::InvalidArgument(
+        mismatch(scale, "have 1 element or Hk = " + std::to_string(heads), std::to_string(count)));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  return check_contiguous(scale);
+}
 
 Status decode_attention_plan(const DecodeCall& call, int multiprocessors, DecodePlan* plan) {
   const DecodeTensors& tensors = call.tensors;

@@ -7,6 +7,7 @@
 
 #include "kernels/attention/decode/choose.h"
 #include "kernels/attention/decode/kernels.h"
+#include "kernels/sm90/checks.h"
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
 
@@ -57,6 +58,9 @@ struct DecodeOptions {
 struct DecodeRows {
   const TensorView* starts = nullptr;  // [B + 1] int32, or null: all have Sq queries
   int64_t total = 0;                   // Tq
+  // [Tq] int64, or null: bit j of a row's word says that it sees new token j of its sequence, of 64
+  // at most, in place of those up to its own. Each sees all keys before the new tokens.
+  const TensorView* tree = nullptr;
 };
 
 struct DecodeCall {
@@ -76,6 +80,9 @@ struct DecodePlan {
   unsigned block;
   int64_t workspace;  // floats, of any initial value
 };
+
+// Checks a factor of stored keys or values; `heads` are theirs.
+Status check_decode_scale(const Argument& scale, const Argument& q, int64_t heads, bool float8);
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver. Ignores the workspace.

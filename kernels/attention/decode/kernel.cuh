@@ -52,6 +52,7 @@ struct DecodeShared {
   float sum[Shape::kWarps][Shape::kRows];
   alignas(16) uint32_t queries[Shape::kTiles * Shape::kFragments * 32][4];
   float query_sizes[Shape::kFragments][Shape::kRows];
+  TreeRow tree[Shape::kRows];
   // From each block of a cluster: its sums of the vectors that this block stores, and of all rows.
   float4 inbox[kDecodeMaxCluster][Shape::kRows * Shape::kD / 4 / kDecodeMaxCluster];
   float2 inbox_sums[kDecodeMaxCluster][Shape::kRows];
@@ -160,6 +161,34 @@ struct QueryLoader {
     return exponent == 0 ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
   }
 };
+
+// The keys that a tile's rows see with a tree. A window holds the last of them: the row's own and
+// `left` more. Bits of new tokens that have no key do not count.
+template <typename Shape>
+__device__ __forceinline__ void load_tree(const DecodeArgs& args, const Tile& tile,
+                                          const Sequence<Shape::kStep>& sequence,
+                                          DecodeShared<Shape>* shared) {
+  const int row = this_thread();
+  if (row >= Shape::kRows) return;
+  const int start = start_of(args, tile.b), count = sequence.queries, old = sequence.length - count;
+  const int query = (tile.row_block * Shape::kRows + row) / args.group;
+  uint64_t tokens = 0;
+  if (query < count && old > -64) {
+    tokens =
+        *reinterpret_cast<const uint64_t*>(reinterpret_cast<const char*>(args.tree) +
+                                           static_cast<int64_t>(args.tree_step) * (start + query));
+    // Of those that there are.
+    tokens &= ~uint64_t{0} >> (64 - count) & ~uint64_t{0} << max(-old, 0);
+  }
+  int first = 0;
+  if (args.left >= 0) {
+    int behind = max(__popcll(tokens), 1) - 1;
+    first = min(old + behind - args.left, old);
+#pragma unroll 1
+    for (; behind > args.left; --behind) tokens &= tokens - 1;
+  }
+  shared->tree[row] = {tokens, first};
+}
 
 template <typename Shape>
 __device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile,
@@ -387,7 +416,9 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
   };
 #pragma unroll
   for (int i = 0; i < kStages; ++i) load_pages(i, steps.first + (kStages + i) * steps.stride);
-  if (clears) clear_other_rows<Shape::kThreads>(args);  // while the copies are under way
+  // While the copies are under way; `store` ends with a barrier.
+  if (clears) clear_other_rows<Shape::kThreads>(args);
+  if (args.tree != nullptr) load_tree<Shape>(args, tile, sequence, shared);
   queries->store(shared);
   Rows<Shape> rows;
   set_rows(args, tile, sequence, *shared, &rows);
@@ -398,7 +429,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
     __syncwarp();
     float s[Shape::kTiles][Shape::kBlocks][4];
     scores<Shape>(stage, reinterpret_cast<const uint4*>(shared->queries), s);
-    softmax<Shape>(args, rows, sequence, sequence.first_key(at), s, state);
+    softmax<Shape>(args, rows, sequence, sequence.first_key(at), shared->tree, s, state);
     sums<Shape>(stage + Shape::kHalf, s, state);
     __syncwarp();  // the stage was read
     copy(at + kStages * steps.stride, stage);

@@ -92,6 +92,8 @@ struct DecodeArgs {
   bool k_scale_per_head;
   bool v_scale_per_head;
   bool by_tile;
+  int32_t tree_step;    // from a row's word to the next, in bytes
+  const int64_t* tree;  // [rows of q] or null; bit j: the row sees new token j of its sequence
 };
 
 struct DecodeKernel {

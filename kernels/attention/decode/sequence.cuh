@@ -39,10 +39,12 @@ struct Sequence {
   __device__ __forceinline__ int first_key(int step) const {
     return (step < head_steps ? step : step - head_steps + skipped) * kStep;
   }
-  // True if all keys of the step are in every query's window and before its end.
+  // True if all keys of the step are in every query's window and before its end, and with a tree
+  // before the new tokens.
   __device__ __forceinline__ bool all_see(const DecodeArgs& args, int key) const {
     const int end = length - 1, last = key + kStep - 1;
-    return last <= end && (args.right < 0 || last <= end + 1 - queries + args.right) &&
+    return last <= end && (args.tree == nullptr || last < length - queries) &&
+           (args.right < 0 || last <= end + 1 - queries + args.right) &&
            (args.left < 0 || key >= end - args.left);
   }
   // An empty sequence takes one step: its results have to be written.

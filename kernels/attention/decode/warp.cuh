@@ -245,15 +245,72 @@ __device__ __forceinline__ void sums(uint32_t values,
   }
 }
 
+template <typename Shape>
+using Scores = float[Shape::kTiles][Shape::kBlocks][4];
+
+template <typename Shape>
+__device__ __forceinline__ void hide_outside(const DecodeArgs& args, const Rows<Shape>& rows,
+                                             const Sequence<Shape::kStep>& sequence, int key,
+                                             Scores<Shape>& s) {
+  const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
+    const int own = rows.own[r], end = sequence.length - 1;
+    const int first = args.left < 0 ? 0 : own - args.left;
+    const int last = args.right < 0 ? end : min(own + args.right, end);
+#pragma unroll
+    for (int block = 0; block < Shape::kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = key + 16 * block + 8 * half + g;
+        const bool seen = at < sequence.prefix || (at >= first && at <= last);
+        if (!seen) s[r / 2][block][r % 2 + 2 * half] = -INFINITY;
+      }
+    }
+  }
+}
+
+// The keys that a row sees with a tree: of the old ones, those before the new tokens, all from
+// `first` on; of the new tokens, those whose bits are set.
+struct TreeRow {
+  uint64_t tokens;
+  int first;  // at most the number of old ones
+};
+
+template <typename Shape>
+__device__ __forceinline__ void hide_by_tree(const Sequence<Shape::kStep>& sequence, int key,
+                                             const TreeRow* tree, Scores<Shape>& s) {
+  static_assert(Shape::kStep <= 64, "a word has a bit for each key of a step");
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int old = sequence.length - sequence.queries - (key + g);  // from the lane's first key on
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
+    const TreeRow& row = tree[r / 2 * 8 + 2 * t + r % 2];
+    const int first = row.first - (key + g);
+    uint64_t seen = ~uint64_t{0};
+    if (old < 64) {
+      seen = old > 0 ? ~(seen << old) | row.tokens << old : old > -64 ? row.tokens >> -old : 0;
+    }
+    if (first > 0) seen = first < 64 ? seen >> first << first : 0;
+#pragma unroll
+    for (int block = 0; block < Shape::kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool own = (seen >> (16 * block + 8 * half) & 1) != 0;
+        if (!own) s[r / 2][block][r % 2 + 2 * half] = -INFINITY;
+      }
+    }
+  }
+}
+
 // Masks and caps a step's raw scores and turns them into probabilities, relative to the largest
 // score so far; rescales the earlier sums to that.
 template <typename Shape>
 __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape>& rows,
                                         const Sequence<Shape::kStep>& sequence, int key,
-                                        float (&s)[Shape::kTiles][Shape::kBlocks][4],
+                                        const TreeRow* tree, Scores<Shape>& s,
                                         WarpState<Shape>* state) {
   constexpr int kTiles = Shape::kTiles, kBlocks = Shape::kBlocks;
-  const int g = threadIdx.x % 32 / 4;
   const bool capped = args.cap_log2 != 0.0f;
   if (capped) {
 #pragma unroll
@@ -268,20 +325,10 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
     }
   }
   if (!sequence.all_see(args, key)) {
-#pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
-      const int own = rows.own[r], end = sequence.length - 1;
-      const int first = args.left < 0 ? 0 : own - args.left;
-      const int last = args.right < 0 ? end : min(own + args.right, end);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = key + 16 * block + 8 * half + g;
-          const bool seen = at < sequence.prefix || (at >= first && at <= last);
-          if (!seen) s[r / 2][block][r % 2 + 2 * half] = -INFINITY;
-        }
-      }
+    if (args.tree == nullptr) {
+      hide_outside(args, rows, sequence, key, s);
+    } else {
+      hide_by_tree<Shape>(sequence, key, tree, s);
     }
   }
   float factor[2 * kTiles], largest[2 * kTiles], against[2 * kTiles];

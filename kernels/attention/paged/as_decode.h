@@ -18,10 +18,14 @@ class AsDecode {
       : q_(*call.q), out_(*call.out), total_(call.q->shape[0]), d_(call.q->shape[2]) {
     const int64_t batch = call.cu_seqlens_q->shape[0] - 1, heads = q_.shape[1];
     const int64_t kv_heads = std::max<int64_t>(call.k_cache->shape[2], 1);
-    rows_ = call.max_q > kMostRows ? kMostRows + 1 : call.max_q * (heads / kv_heads);
+    // With a tree, no other kernel takes the call.
+    const int64_t most = std::max<int64_t>(call.max_q, call.tree != nullptr);
+    rows_ = most > kMostRows ? kMostRows + 1 : most * (heads / kv_heads);
     float8_ = call.k_cache->dtype == DType::kFloat8E4M3;
-    set(batch, call.max_q, &q_, q_shape_, q_strides_);
-    set(batch, call.max_q, &out_, out_shape_, out_strides_);
+    tree_ = call.tree != nullptr;
+    near_ = near(*call.cu_seqlens_q) && (!tree_ || near(*call.tree));
+    set(batch, most, &q_, q_shape_, q_strides_);
+    set(batch, most, &out_, out_shape_, out_strides_);
     DecodeTensors& t = decode_.tensors;
     t = {&q_, call.k_cache, call.v_cache, call.page_table, call.seqused_k, &out_};
     t.k_scale = call.k_scale;
@@ -32,13 +36,13 @@ class AsDecode {
       lse_.ndim = 3;
       lse_.shape = lse_shape_;
       lse_.strides = lse_strides_;
-      lse_shape_[0] = batch, lse_shape_[1] = heads, lse_shape_[2] = call.max_q;
-      lse_strides_[0] = heads * call.max_q, lse_strides_[1] = call.max_q, lse_strides_[2] = 1;
+      lse_shape_[0] = batch, lse_shape_[1] = heads, lse_shape_[2] = most;
+      lse_strides_[0] = heads * most, lse_strides_[1] = most, lse_strides_[2] = 1;
       t.lse = &lse_;
     }
     decode_.options = {call.options.left, call.options.right, call.options.scale,
                        call.options.softcap, call.max_keys};
-    decode_.rows = {call.cu_seqlens_q, total_};
+    decode_.rows = {call.cu_seqlens_q, total_, call.tree};
   }
   AsDecode(const AsDecode&) = delete;
   AsDecode& operator=(const AsDecode&) = delete;
@@ -46,13 +50,19 @@ class AsDecode {
   bool fits() const {
     const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : 32;
     const bool aligned = q_strides_[1] % 8 == 0 && out_strides_[1] % 8 == 0;
-    return rows_ >= 1 && rows_ <= most && total_ < kMostTotal && (total_ == 1 || aligned);
+    return rows_ >= 1 && (tree_ || rows_ <= most) && total_ < kMostTotal && near_ &&
+           (total_ == 1 || aligned);
   }
   const DecodeCall& call() const { return decode_; }
 
  private:
   static constexpr int64_t kMostRows = 64;  // of a key head: the largest of `most`
   static constexpr int64_t kMostTotal = int64_t{1} << 29;
+
+  // Steps of integers fit 32 bits.
+  static bool near(const TensorView& view) {
+    return view.shape[0] < 2 || view.strides[0] <= 0x7fffffff / dtype_bytes(view.dtype);
+  }
 
   // [Tq, H, D] as [B, Sq, H, D], of whose first stride the kernels make no use.
   static void set(int64_t batch, int64_t queries, TensorView* view, int64_t (&shape)[4],
@@ -70,7 +80,7 @@ class AsDecode {
   int64_t q_shape_[4], q_strides_[4], out_shape_[4], out_strides_[4];
   int64_t lse_shape_[3], lse_strides_[3];
   int64_t total_, d_, rows_;
-  bool float8_;
+  bool float8_, tree_, near_;
 };
 
 }  // namespace tiercel

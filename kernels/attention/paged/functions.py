@@ -7,8 +7,8 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 from kernels.attention.common.layouts import PIECE, ROWS
 from kernels.attention.common.problem import MASKS, SCALARS
 from kernels.attention.forward.functions import variant_of
-from kernels.attention.forward.operands import HalfOperands
 from kernels.attention.paged.kernel import COPY_ROWS, POINTERS, SIZES, PagedAttention
+from kernels.attention.paged.operands import Factors, PagedOperands
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 
@@ -23,7 +23,7 @@ _KINDS = (("causal", False), ("window", False), ("window", True))
 
 _ONE = 0x3F800000
 _FIXED = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0, "band": 1}
-_FIXED |= {name: 9 + i for i, name in enumerate(SIZES)}  # each a different number
+_FIXED |= {name: 9 + i for i, name in enumerate((*SIZES, *Factors._fields[2:]))}  # all different
 _CHECKED = (
     dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_FIXED, blocks=132),
     dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_FIXED, blocks=1),
@@ -34,7 +34,7 @@ def function(dtype, tile, mask, capped):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
-    kernel = PagedAttention(name, HalfOperands(element, v), v)
+    kernel = PagedAttention(name, PagedOperands(element, v), v)
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
     kinds = {"sinks": cutlass.Float32}
@@ -45,6 +45,13 @@ def function(dtype, tile, mask, capped):
         for name in POINTERS
     )
     sizes = tuple(map(Scalar, SIZES))
+    factors = None
+    if kernel.widens:
+        names = Factors._fields
+        factors = (
+            *(Pointer(name, cutlass.Float32, align=4) for name in names[:2]),
+            *map(Scalar, names[2:]),
+        )
 
     def tensor_map(name, heads, rows):
         return TensorMap(name, ("batch", 2, heads, "seq_q", v.d), (1, 1, 1, rows, PIECE))
@@ -55,7 +62,7 @@ def function(dtype, tile, mask, capped):
             tensor_map("k", "kv_heads", COPY_ROWS),
             tensor_map("v", "kv_heads", COPY_ROWS),
             tensor_map("o", "heads", ROWS),
-            *(lse, *starts, pointers[3], *SCALARS, *sizes),
+            *(lse, *(factors or ()), *starts, pointers[3], *SCALARS, *sizes),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -68,7 +75,7 @@ def function(dtype, tile, mask, capped):
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
     )
-    arguments = (*pointers, lse, None, None, starts, SCALARS, sizes, Scalar("blocks"))
+    arguments = (*pointers, lse, None, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
 
 

@@ -9,6 +9,7 @@ It multiplies as forward/kernel.py does. What differs:
   64 columns of the rows of one page, or of a block of keys if that is less. A copy's map ends with
   the sequence, so rows behind its last key arrive as zeros, whatever the page holds. Rows of small
   pages are copied 16 bytes a lane instead: the copy engine takes as long for one as for many.
+  Those of float8 caches are too, and the same lanes widen them to 16 bits in place.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from kernels.attention.common.layouts import (
@@ -44,6 +45,11 @@ _LN2 = 0.6931471805599453
 COPY_ROWS = 8
 
 LOADERS = 4  # warps
+
+# Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
+BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
+
+_AT_ONCE = 4  # chunks of float8 that a lane widens
 
 # Row numbers of no sequence; sums with lengths and windows fit 32 bits.
 _NO_ROW = 1 << 28
@@ -81,7 +87,7 @@ class Paged(NamedTuple):
     tiles: Int32  # of a key head
     halvings: Int32  # of the batch, until one sequence is left
     parts: Int32  # of a tile's keys
-    by_lanes: Int32  # whether lanes copy rows, not the copy engine
+    loader: Int32  # BY_ENGINE, ...
     k_row: Int32  # bytes from a row of the maps to the next, and from a head to the next
     v_row: Int32
     k_head: Int32
@@ -96,6 +102,7 @@ class PagedAttention(AttentionForward):
     def __init__(self, name, operands, variant):
         super().__init__(name, operands, variant)
         self.loader_registers, self.registers = 40, 232  # two ways to copy need more
+        self.widens = operands.widens
 
     # Maps and shared memory.
 
@@ -248,65 +255,177 @@ class PagedAttention(AttentionForward):
         """Four warps share the copies of keys and values, since copies of small pages are many: one
         warp takes longer to start them than the others to multiply. The last of a block's copies
         may start before the first warp announces their bytes: it also arrives then."""
-        tma_q, sq, q_ring = q
-        warpgroups = self.variant.warpgroups
         q_write = writer(self.variant.q_stages)
         k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
-        pending = Int32(0)
+        pending, blocks = Int32(0), Int32(0)
+        widens = const_expr(self.widens) and paged.loader == BY_WIDENING
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
             low, last = self.key_blocks(row, queries, keys, paged, problem)
-            at_row, part = self.row_and_part(row)
-            head -= part * problem.heads
-            if at_row * self.tile_queries(paged) >= queries:
-                keys = Int32(0)
+            head, keys = self.stored(row, head, queries, keys, paged, problem)
             table = paged.table.toint() + Int64(entry) * paged.table_row * 4
             of_keys = (paged, table, keys, head // paged.group, warp_index)
-            pending = self.load_block(k, k_write, last - 1, pending, *of_keys)
-            k_write.advance()
-            if warp_index == 0:
-                # Copies of queries may write less than a stage.
-                q_ring.sync_object_empty.wait(q_write.index, q_write.phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        q_ring.producer_get_barrier(q_write),
-                        2 * warpgroups * self.d * paged.queries * paged.group,
-                    )
-                for wg in cutlass.range_constexpr(warpgroups):
-                    hidden = self.hidden_results(queries, row, wg, paged)
-                    for column in cutlass.range_constexpr(self.d // PIECE):
-                        to = self.piece(sq, ROWS, self.tile_m, q_write.index, wg * ROWS, column)
-                        outer = (head, *outer_coordinates(q_at, True))
-                        self.copy(tma_q, q_ring, q_write, to, problem.seq_q, hidden, outer, column)
-            q_write.advance()
-            for step in cutlass.range(last - 1 - low, unroll=1):
-                block = last - 1 - step
-                pending = self.load_block(k, k_write, block - 1, pending, *of_keys)
+            if not widens:
+                pending = self.load_block(k, k_write, last - 1, pending, *of_keys)
                 k_write.advance()
-                pending = self.load_block(v, v_write, block, pending, *of_keys)
+            if warp_index == 0:
+                self.load_queries(q, q_write, row, head, queries, q_at, paged, problem)
+            q_write.advance()
+            if widens:
+                blocks = self.widen(k, v, blocks, low, last, *of_keys)
+            else:
+                for step in cutlass.range(last - 1 - low, unroll=1):
+                    block = last - 1 - step
+                    pending = self.load_block(k, k_write, block - 1, pending, *of_keys)
+                    k_write.advance()
+                    pending = self.load_block(v, v_write, block, pending, *of_keys)
+                    v_write.advance()
+                pending = self.load_block(v, v_write, low, pending, *of_keys)
                 v_write.advance()
-            pending = self.load_block(v, v_write, low, pending, *of_keys)
-            v_write.advance()
         if pending != 0:
             cute.arch.inline_ptx("cp.async.wait_group 0;")
-            self.announce(pending)
-        if warp_index == 0:
-            v[2].producer_tail(v_write)
-        else:
+            self.announce(pending, self.tile_n // LOADERS)
+        if warp_index > 0:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
+        elif not widens:
+            v[2].producer_tail(v_write)
+
+    @cute.jit
+    def stored(self, row, head, queries, keys, paged, problem):
+        """The first query head of a tile's keys, and how many keys it reads: no queries, none."""
+        at_row, part = self.row_and_part(row)
+        if at_row * self.tile_queries(paged) >= queries:
+            keys = Int32(0)
+        return head - part * problem.heads, keys
+
+    @cute.jit
+    def load_queries(self, q, state, row, head, queries, q_at, paged, problem):
+        """One warp: a tile's queries, once their stage is free."""
+        tma_q, sq, ring = q
+        warpgroups = self.variant.warpgroups
+        # Copies of queries may write less than a stage.
+        ring.sync_object_empty.wait(state.index, state.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                ring.producer_get_barrier(state),
+                2 * warpgroups * self.d * paged.queries * paged.group,
+            )
+        for wg in cutlass.range_constexpr(warpgroups):
+            hidden = self.hidden_results(queries, row, wg, paged)
+            for column in cutlass.range_constexpr(self.d // PIECE):
+                to = self.piece(sq, ROWS, self.tile_m, state.index, wg * ROWS, column)
+                outer = (head, *outer_coordinates(q_at, True))
+                self.copy(tma_q, ring, state, to, problem.seq_q, hidden, outer, column)
+
+    @cute.jit
+    def widen(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys and values of float8; `blocks` came before them. Two warps copy and widen
+        values, two keys, so that one pair waits for memory while the other converts. A lane copies
+        16 bytes to where the second half of their 32 bytes will be, and widens them there."""
+        half = warp_index % 2
+        stages, rows = self.variant.stages, self.tile_n // 2  # rows of this warp
+        (_, smem, ring, data, row_bytes, head_bytes), lane = v, cute.arch.lane_idx()
+        source, memory = data.toint(), Int32(smem.iterator.toint())
+        full = Int32(ring.sync_object_full.get_barrier(0).toint())
+        if warp_index >= 2:
+            _, smem, ring, data, row_bytes, head_bytes = k
+            source, memory = data.toint(), Int32(smem.iterator.toint())
+            full = Int32(ring.sync_object_full.get_barrier(0).toint())
+        # Eight rows at once, 64 columns of each: chunks of 32 bytes, in shared memory's swizzle.
+        own_row, chunk = lane // 4, lane % 4
+        source += Int64(head) * head_bytes + chunk * 16
+        memory += half * (rows * 2 * PIECE) + own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
+        for step in cutlass.range(last - low, unroll=1):
+            first = (last - 1 - step) * self.tile_n + half * rows
+            turn = (blocks + step) // stages
+            index = blocks + step - turn * stages
+            barrier, stage = full + index * 8, memory + index * (self.tile_n * self.d * 2)
+            places = [
+                self.page_place(paged, table, keys, first + i + lane) for i in range(0, rows, 32)
+            ]
+            self.wait(barrier + stages * 8, (turn & 1) ^ 1)
+            for piece in cutlass.range(self.d // PIECE, unroll=1):
+                seen = keys - first if piece * PIECE + chunk * 16 < paged.columns else Int32(0)
+                for of_lane in cutlass.range_constexpr(len(places)):
+                    for i in cutlass.range(4, unroll=1):
+                        row = i * 8 + own_row
+                        to = stage + piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
+                        place = cute.arch.shuffle_sync(places[of_lane], row)
+                        cute.arch.inline_ptx(
+                            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                            read_only_args=[
+                                (to + of_lane * (64 * PIECE)) ^ 16,
+                                source + Int64(place) * row_bytes + piece * PIECE,
+                                Int32(16) if of_lane * 32 + row < seen else Int32(0),
+                            ],
+                        )
+                cute.arch.inline_ptx("cp.async.commit_group;")
+            if half == 0:
+                with cute.arch.elect_one():
+                    cute.arch.inline_ptx(
+                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",
+                        read_only_args=[barrier, Int32(self.tile_n * self.d * 2)],
+                    )
+            for piece in cutlass.range(self.d // PIECE, unroll=1):
+                if piece == self.d // PIECE - 1:
+                    cute.arch.inline_ptx("cp.async.wait_group 0;")
+                else:
+                    cute.arch.inline_ptx("cp.async.wait_group 1;")  # of two
+                for i in cutlass.range(rows // 8 // _AT_ONCE, unroll=1):
+                    at = stage + piece * (self.tile_n * 2 * PIECE)
+                    self.widen_chunks(at + i * (_AT_ONCE * 16 * PIECE))
+            self.announce(barrier, rows)
+        return blocks + last - low
+
+    def wait(self, barrier, phase):
+        cute.arch.inline_ptx(
+            "{ .reg .pred free; "
+            "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 free, [{$r0}], {$r1}; "
+            "@!free bra AGAIN; }",
+            read_only_args=[barrier, phase],
+        )
+
+    def widen_chunks(self, at):
+        """A lane's chunks of several rows, 8 apart: loads first, since the compiler moves none
+        across a store."""
+        chunks = range(_AT_ONCE)
+        lines = [
+            ".reg .b32 second, " + ", ".join(f"c{n}_{i}" for n in chunks for i in range(4)) + ";",
+            ".reg .b32 w<8>; .reg .b16 low, high; .reg .f32 f<2>; xor.b32 second, {$r0}, 16;",
+        ]
+        for n in chunks:
+            words = ", ".join(f"c{n}_{i}" for i in range(4))
+            lines.append(f"ld.shared.v4.b32 {{{words}}}, [second + {n * 16 * PIECE}];")
+        for n in chunks:
+            for i in range(8):
+                pair, half = f"c{n}_{i // 2}", ("low", "high")[i % 2]
+                if i % 2 == 0:
+                    lines.append(f"mov.b32 {{low, high}}, {pair};")
+                lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {half};")
+            if self.operands.dtype is cutlass.BFloat16:
+                for i in range(8):
+                    lines += [
+                        f"mov.b32 {{low, high}}, w{i};",
+                        "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
+                        f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
+                    ]
+            for at_words, words in (("{$r0}", range(4)), ("second", range(4, 8))):
+                stored = ", ".join(f"w{i}" for i in words)
+                lines.append(f"st.shared.v4.b32 [{at_words} + {n * 16 * PIECE}], {{{stored}}};")
+        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[at])
 
     @cute.jit
     def load_block(self, to, state, block, pending, paged, table, keys, head, warp_index):
         """Copies a block of keys or values; `pending` is the barrier of rows that lanes have not
         announced yet, or 0, and so is the result."""
-        if paged.by_lanes != 0:
+        if paged.loader == BY_LANES:
             own = self.load_rows(to, state, block, paged, table, keys, head, warp_index)
             if pending != 0:
                 cute.arch.inline_ptx("cp.async.wait_group 1;")
-                self.announce(pending)
+                self.announce(pending, self.tile_n // LOADERS)
             pending = own
         else:
             self.load_pages(to, state, block, paged, table, keys, head, warp_index)
@@ -343,13 +462,13 @@ class PagedAttention(AttentionForward):
         return Int32(ring.producer_get_barrier(state).toint())
 
     @cute.jit
-    def announce(self, barrier):
+    def announce(self, barrier, rows):
         """This warp's rows of a stage have arrived: they become visible to the products, and count
         as the bytes that a copy would bring."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            size = self.tile_n // LOADERS * self.d * 2
+            size = rows * self.d * 2
             cute.arch.inline_ptx(
                 "fence.acq_rel.cta; "
                 f"mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [{{$r0}}], {size};",
@@ -414,7 +533,7 @@ class PagedAttention(AttentionForward):
             if paged.sinks.toint() != 0:
                 top, total, shrink = join_sink(top, total, (paged.sinks + head).load())
                 factor = inverse(total) * shrink
-            rescale[r] = factor
+            rescale[r] = factor if const_expr(gain is None) else factor * gain
             if lse.toint() != 0:
                 if lane % 4 == 0 and row < queries:
                     to = lse + (Int64(head) * paged.total_q + start + row)

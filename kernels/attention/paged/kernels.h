@@ -20,12 +20,12 @@ struct AttentionPagedVariant {
 // The kernel's parameters by name: Problem in problem.py and Paged in kernel.py.
 struct AttentionPagedArguments {
   CUtensorMap q_map, k_map, v_map, o_map;
-  void *lse, *starts_q, *lengths, *table, *sinks, *k_data, *v_data, *o;
+  void *lse, *starts_q, *lengths, *table, *sinks, *k_data, *v_data, *k_scale, *v_scale, *o;
   int32_t batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band;
   int32_t total_q, step_q, length_step, table_step, table_row, row_step, head_step, columns;
   int32_t capacity, page_bits, page_rows, last_page, copy_rows, copies;
   int32_t group, queries, tiles, halvings, parts;
-  int32_t by_lanes, k_row, v_row, k_head, v_head;
+  int32_t loader, k_row, v_row, k_head, v_head, k_scale_step, v_scale_step;
 };
 
 using AttentionPagedKernel = CubinKernel<AttentionPagedVariant>;

@@ -29,6 +29,8 @@ constexpr int64_t kWarpgroups = 2;
 constexpr int64_t kMostRowsByLanes = 8;  // of a page: the copy engine is faster from 16 on
 constexpr int64_t kVector = 8;           // elements of out in 16 bytes
 constexpr int64_t kMaxHeadDimension = 256;
+constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
+constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
@@ -50,6 +52,23 @@ Status check_dtypes(const Argument& q, const Argument& k, const Argument& v, con
   if (!is_float8(k.view)) TIERCEL_RETURN_IF_ERROR(check_dtype(k, {q.view.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(v, {k.view.dtype}));
   return check_dtype(out, {q.view.dtype});
+}
+
+Status check_tree(const PagedAttentionCall& call, const Argument& q) {
+  const Argument tree{kOp, "tree_mask", *call.tree};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(tree, {DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(tree, {q.view.shape[0]}, "[Tq]"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(tree, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(tree));
+  if (call.options.right != 0) {
+    return Status::InvalidArgument(mismatch(tree, "be None unless `causal`", "a tensor"));
+  }
+  if (call.max_q > kMostOfATree) {
+    return Status::InvalidArgument(std::string(kOp) +
+                                   ": `max_seqlen_q` must be at most 64 with `tree_mask`, got " +
+                                   std::to_string(call.max_q));
+  }
+  return Status();
 }
 
 // Checks that arguments fit together.
@@ -94,12 +113,11 @@ Status check(const PagedAttentionCall& call) {
   if (call.sinks != nullptr) {
     TIERCEL_RETURN_IF_ERROR(check_attention_sinks(kOp, "sinks", *call.sinks, heads, q.view));
   }
+  if (call.tree != nullptr) TIERCEL_RETURN_IF_ERROR(check_tree(call, q));
   for (const TensorView* scale : {call.k_scale, call.v_scale}) {
-    if (scale != nullptr && !is_float8(k.view)) {
-      return Status::InvalidArgument(
-          mismatch({kOp, scale == call.k_scale ? "k_scale" : "v_scale", *scale},
-                   "be None for a cache that is not float8", "a tensor"));
-    }
+    if (scale == nullptr) continue;
+    const Argument argument{kOp, scale == call.k_scale ? "k_scale" : "v_scale", *scale};
+    TIERCEL_RETURN_IF_ERROR(check_decode_scale(argument, q, kv_heads, is_float8(k.view)));
   }
   if (call.lse == nullptr) return Status();
   return check_attention_lse(kOp, *call.lse, *call.q, {heads, total}, "[H, Tq]");
@@ -108,8 +126,9 @@ Status check(const PagedAttentionCall& call) {
 Status check_steps(const Argument& argument) {
   const TensorView& view = argument.view;
   const int last = view.ndim - 1;
+  const int64_t bytes = dtype_bytes(view.dtype);
   for (int i = 0; i < view.ndim; ++i) {
-    if (view.shape[i] > 1 && view.strides[i] > kMostStep / (i == last ? 4 : 1)) {
+    if (view.shape[i] > 1 && view.strides[i] > kMostStep / (i == last ? bytes : 1)) {
       return unsupported(argument, "have elements that are less than 2 GiB apart",
                          "strides " + shape_text(view.strides, view.ndim));
     }
@@ -131,6 +150,27 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
   return check_tensor_map(any, cache.rows, kOp, name);
 }
 
+// Lanes copy and widen float8: 16 of a row at once.
+Status check_float8(const PagedCache& k, const PagedCache& v, int64_t d, bool capped) {
+  if (batch_invariant() || d > kMostWidened || d % 16 != 0 || capped) {
+    return unsupported(
+        k.argument,
+        batch_invariant() ? "be bfloat16 or float16 in the batch-invariant mode where a sequence "
+                            "may have many new tokens"
+                          : "be bfloat16 or float16 where a sequence may have many new tokens, "
+                            "unless the head dimension is a multiple of 16 up to 128 and `softcap` "
+                            "is None",
+        "float8_e4m3fn");
+  }
+  for (const PagedCache* cache : {&k, &v}) {
+    if (cache->strides[0] > kMostStep || cache->strides[1] > kMostStep) {
+      return unsupported(cache->argument, "have rows that are less than 2 GiB apart",
+                         "strides " + shape_text(cache->argument.view.strides, 4));
+    }
+  }
+  return Status();
+}
+
 // Checks that there is a kernel for arguments that fit together and are not empty.
 Status check_supported(const PagedAttentionCall& call, const PagedCache& k, const PagedCache& v) {
   const TensorView& q = *call.q;
@@ -139,10 +179,8 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   const Argument table{kOp, "page_table", *call.page_table};
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
-  if (is_float8(*call.k_cache)) {
-    return unsupported(k_arg, "be bfloat16 or float16 where a sequence may have many new tokens",
-                       "float8_e4m3fn");
-  }
+  if (is_float8(*call.k_cache))
+    TIERCEL_RETURN_IF_ERROR(check_float8(k, v, d, options.softcap != 0.0));
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 256",
                        std::to_string(d));
@@ -185,6 +223,11 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
     return unsupported(v.argument, "have pages as many rows apart as `k_cache`",
                        "strides " + shape_text(v.argument.view.strides, 4));
   }
+  if (call.tree != nullptr) {
+    const Argument tree{kOp, "tree_mask", *call.tree};
+    TIERCEL_RETURN_IF_ERROR(check_steps(tree));
+    return unsupported(tree, "be None with these strides of other tensors", "a tensor");
+  }
   for (int i = 0; i < 2; ++i) {
     if (call.out->shape[i] > 1 && call.out->strides[i] / kVector > kMostStep) {
       return unsupported({kOp, "out", *call.out}, "have rows that are less than 32 GiB apart",
@@ -204,10 +247,10 @@ bool is_empty(const PagedAttentionCall& call) {
 }
 
 // True if few new tokens go to decode_attention's kernels. In the batch-invariant mode chunks of
-// any size go to the same kernels: to decode_attention's where the cache is float8, which others do
-// not take.
+// any size go to the same kernels: to decode_attention's where the cache is float8 or there is a
+// tree, which others do not take.
 bool decodes(const PagedAttentionCall& call) {
-  return !batch_invariant() || is_float8(*call.k_cache);
+  return !batch_invariant() || is_float8(*call.k_cache) || call.tree != nullptr;
 }
 
 struct Choice {
@@ -274,20 +317,32 @@ int32_t step_of(const TensorView& view) {
 
 int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
 
+// The factors of stored keys or values, and the step from a head's to the next.
+void* scale_of(const TensorView* scale, int32_t* step) {
+  if (scale == nullptr) return nullptr;
+  for (int i = 0; i < scale->ndim; ++i) *step |= scale->shape[i] > 1;
+  return scale->data;
+}
+
+// Who fills stages: kernel.py's BY_ENGINE and so on.
+enum Loader : int32_t { kByEngine, kByLanes, kByWidening };
+
 void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
                 AttentionPagedArguments* a) {
   a->k_data = k.rows.data;
   a->v_data = v.rows.data;
   bool near = true;
+  const int64_t element = dtype_bytes(k.rows.dtype);
   const auto bytes = [&](int64_t stride) {
-    near &= stride <= kMostStep / 2;
-    return narrow(stride * 2);
+    near &= stride <= kMostStep / element;
+    return narrow(stride * element);
   };
   a->k_row = bytes(k.strides[0]);
   a->v_row = bytes(v.strides[0]);
   a->k_head = bytes(k.strides[1]);
   a->v_head = bytes(v.strides[1]);
-  a->by_lanes = near && choice.copy_rows <= kMostRowsByLanes;
+  const bool lanes = near && choice.copy_rows <= kMostRowsByLanes;
+  a->loader = is_float8(k.rows) ? kByWidening : lanes ? kByLanes : kByEngine;
 }
 
 void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
@@ -300,6 +355,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->lengths = call.seqused_k->data;
   a->table = table.data;
   a->sinks = call.sinks == nullptr ? nullptr : call.sinks->data;
+  a->k_scale = scale_of(call.k_scale, &a->k_scale_step);
+  a->v_scale = scale_of(call.v_scale, &a->v_scale_step);
   a->o = out.data;
   a->batch = narrow(batch);
   a->seq_q = a->total_q = narrow(q.shape[0]);
@@ -421,10 +478,14 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   AttentionPagedArguments& a = arguments_;
   set_arguments(call, choice, k, v, &a);
   TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 0, q, "q", choice.group, choice.queries, &a.q_map));
-  TIERCEL_RETURN_IF_ERROR(
-      encode_rows(*kernel_, 1, k.rows, "k_cache", 1, choice.copy_rows, &a.k_map));
-  TIERCEL_RETURN_IF_ERROR(
-      encode_rows(*kernel_, 2, v.rows, "v_cache", 1, choice.copy_rows, &a.v_map));
+  if (a.loader == kByWidening) {
+    a.k_map = a.v_map = a.q_map;  // only prefetched
+  } else {
+    TIERCEL_RETURN_IF_ERROR(
+        encode_rows(*kernel_, 1, k.rows, "k_cache", 1, choice.copy_rows, &a.k_map));
+    TIERCEL_RETURN_IF_ERROR(
+        encode_rows(*kernel_, 2, v.rows, "v_cache", 1, choice.copy_rows, &a.v_map));
+  }
   if (choice.parts == 1) {
     return encode_rows(*kernel_, 3, out, "out", choice.group, choice.queries, &a.o_map);
   }

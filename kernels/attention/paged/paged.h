@@ -23,6 +23,7 @@ struct PagedAttentionCall {
   const TensorView* seqused_k = nullptr;     // [B] int32
   const TensorView* cu_seqlens_q = nullptr;  // [B + 1] int32
   const TensorView* sinks = nullptr;         // [H] float32, or null: a further score of each row
+  const TensorView* tree = nullptr;          // [Tq] int64, or null: as DecodeRows has it
   const TensorView* k_scale = nullptr;       // float32, 1 or Hk elements, float8 only, or null: 1
   const TensorView* v_scale = nullptr;       // the same
   const TensorView* out = nullptr;           // as q

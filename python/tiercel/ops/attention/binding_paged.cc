@@ -28,6 +28,7 @@ constexpr Field<PagedAttentionCall> kFields[] = {
     Read("scale", "float | None", ReadScale<QueriesOf, PagedAttentionCall>),
     ValueOrNone<&PagedAttentionCall::options, &AttentionOptions::softcap>("softcap"),
     ValueOrNone<&PagedAttentionCall::max_keys>("max_seqused_k"),
+    MayBeAbsent(Optional<&PagedAttentionCall::tree>("tree_mask")),
     MayBeAbsent(Optional<&PagedAttentionCall::workspace>("workspace")),
 };
 constexpr Parameters<PagedAttentionCall> kPaged{"paged_attention", kFields};

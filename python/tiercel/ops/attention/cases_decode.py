@@ -9,7 +9,7 @@ from typing import Any
 from tiercel.workbench.bench.launch import Launch, WrongResult
 from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
-_CACHES = {"same": 2, "float8_e4m3fn": 1}  # bytes an element
+CACHES = {"same": 2, "float8_e4m3fn": 1}  # bytes an element
 PAGES = (1, 16, 32, 64, 128, 256)
 
 
@@ -22,8 +22,8 @@ def lengths(case: Any) -> list[int]:
 
 
 def _invalid(params: Mapping[str, Any]) -> str | None:
-    if params["cache"] not in _CACHES:
-        return f"`cache` must be one of {', '.join(_CACHES)}"
+    if params["cache"] not in CACHES:
+        return f"`cache` must be one of {', '.join(CACHES)}"
     if not isinstance(params["ragged"], bool):
         return "`ragged` must be true or false"
     if params["page"] not in PAGES:
@@ -67,7 +67,7 @@ def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _bytes(case: Any) -> int:
-    keys = 2 * sum(lengths(case)) * int(case["Hk"]) * _CACHES[case["cache"]]
+    keys = 2 * sum(lengths(case)) * int(case["Hk"]) * CACHES[case["cache"]]
     queries = 2 * int(case["B"] * case["Sq"] * case["H"]) * 2
     return (keys + queries) * int(case["D"])
 

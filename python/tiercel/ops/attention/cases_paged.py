@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.ops.attention.cases_decode import PAGES, rows_of_head
+from tiercel.ops.attention.cases_decode import CACHES, PAGES, rows_of_head
 from tiercel.ops.attention.cases_varlen import check
 from tiercel.workbench.bench.ops import Inputs, OpBench
 
@@ -21,6 +21,10 @@ def lengths(case: Any) -> list[tuple[int, int]]:
 
 
 def _invalid(params: Mapping[str, Any]) -> str | None:
+    if params["cache"] not in CACHES:
+        return f"`cache` must be one of {', '.join(CACHES)}"
+    if not isinstance(params["tree"], bool) or (params["tree"] and params["new"] > 64):
+        return "`tree` must be true or false, and false for more than 64 new tokens"
     if params["page"] not in PAGES:
         return f"`page` must be one of {', '.join(map(str, PAGES))}"
     if not all(isinstance(params[n], int) and params[n] > 0 for n in _SIZES):
@@ -41,6 +45,7 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     dtype, of_each = getattr(torch, case.dtype), lengths(case)
     page, columns = case["page"], -(-max(keys for _, keys in of_each) // case["page"])
     pages = len(of_each) * columns
+    stored = dtype if case["cache"] == "same" else getattr(torch, case["cache"])
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, device=device, generator=generator, dtype=dtype)
@@ -49,8 +54,8 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     table = torch.randperm(pages, device=device, generator=generator)
     return {
         "q": random(int(starts[-1]), case["H"], case["D"]),
-        "k_cache": random(pages, page, case["Hk"], case["D"]),
-        "v_cache": random(pages, page, case["Hk"], case["D"]),
+        "k_cache": random(pages, page, case["Hk"], case["D"]).to(stored),
+        "v_cache": random(pages, page, case["Hk"], case["D"]).to(stored),
         "page_table": table.view(len(of_each), columns).int(),
         "seqused_k": torch.tensor([keys for _, keys in of_each]).int().to(device),
         "cu_seqlens_q": starts.to(device),
@@ -58,13 +63,29 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (*inputs.values(), max(new for new, _ in lengths(case))), {}
+    longest, options = max(new for new, _ in lengths(case)), {}
+    if case["tree"]:
+        options["tree_mask"] = _binary_trees(case, inputs["q"].device)
+    return (*inputs.values(), longest), options
+
+
+def _binary_trees(case: Any, device: Any) -> Any:
+    """Each new token's ancestors and itself."""
+    import torch
+
+    words = [1]
+    while len(words) < int(case["new"]):
+        words.append(words[(len(words) - 1) // 2] | 1 << len(words))
+    words = [word - (word >> 63 << 64) for word in words]
+    of_all = [1] * int(case["decoding"]) + words * int(case["B"])
+    return torch.tensor(of_all, dtype=torch.int64, device=device)
 
 
 def _bytes(case: Any) -> int:
     of_each = lengths(case)
     keys, queries = (sum(n) for n in zip(*((k, new) for new, k in of_each), strict=True))
-    return 4 * int(case["D"]) * (keys * int(case["Hk"]) + queries * int(case["H"]))
+    of_keys = 2 * keys * int(case["Hk"]) * CACHES[case["cache"]]
+    return int(case["D"]) * (of_keys + 4 * queries * int(case["H"]))
 
 
 def _flops(case: Any) -> int:
@@ -90,7 +111,11 @@ def _reference(case: Any, inputs: Inputs) -> Any:
             stored = (rows_of_head(cache, head // share, places) for cache in (k, v))
             of_keys, of_values = stored
             scores = q[rows, head].double() @ of_keys.T * q.shape[2] ** -0.5
-            scores.masked_fill_(key > (rows - end + keys)[:, None], -torch.inf)
+            hidden = key > (rows - end + keys)[:, None]
+            if case["tree"] and new > 1:
+                words = _binary_trees(case, q.device)[rows, None]
+                hidden = (key >= keys - new) & (words >> (key - keys + new).clamp(0) & 1 == 0)
+            scores.masked_fill_(hidden, -torch.inf)
             found.append((rows, head, scores.softmax(-1) @ of_values))
     return found
 
@@ -108,6 +133,8 @@ BENCHES = [
             "Hk": 8,
             "D": 128,
             "page": 16,
+            "cache": "same",
+            "tree": False,
         },
         invalid=_invalid,
         make=_make,

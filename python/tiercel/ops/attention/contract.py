@@ -267,8 +267,23 @@ _NEW = {
     "mixed": ((0, 7), (1, 77), (130, 300), (3, 3), (1, 0)),
     "one": ((64, 513),),
     "even": ((1, 256), (1, 256), (64, 256)),
+    "trees": ((1, 7), (7, 77), (20, 20)),
     "none": (),
 }
+
+
+def _trees(lengths: Any, generator: Any) -> Any:
+    """A tree_mask: a random tree for the new tokens of each sequence."""
+    import torch
+
+    words = []
+    for new, _ in lengths:
+        of_tree: list[int] = []
+        for i in range(new):
+            parent = int(torch.randint(-1, i, (), generator=generator)) if i else -1
+            of_tree.append(1 << i | (of_tree[parent] if parent >= 0 else 0))
+        words += of_tree
+    return torch.tensor(words, dtype=torch.int64)
 
 
 def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
@@ -300,6 +315,7 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
         "seqused_k": torch.tensor([keys for _, keys in lengths], dtype=torch.int32),
         "cu_seqlens_q": starts,
         "sinks": sinks,
+        "tree_mask": _trees(lengths, generator) if case.values == "trees" else None,
         **scales,
     }
     placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
@@ -324,6 +340,7 @@ PAGED_ATTENTION = Contract.of(
         _paged_case("mixed", (4, 4), 128, 64, softcap=5.0),
         _paged_case("mixed strided", (8, 1), 128, 16, left=30),
         _paged_case("mixed", (8, 2), 128, 32, cache="float8_e4m3fn"),
+        _paged_case("trees", (8, 2), 128, 16),
         _paged_case("none", (8, 2), 64, 16),
     ),
     timing={

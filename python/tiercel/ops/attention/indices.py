@@ -55,4 +55,21 @@ def mixed_indices(call: Call) -> list[Index]:
     starts = bounds_of_sequences(
         "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], call.max_seqlen_q
     )
-    return [*starts, *paged_indices(call)]
+    return [*starts, *paged_indices(call), *_tree_indices(call)]
+
+
+def _tree_indices(call: Call) -> list[Index]:
+    """A row sees itself and earlier rows of its sequence; rows of no sequence hold anything."""
+    words, starts = call.tree_mask, call.cu_seqlens_q
+    if words is None:
+        return []
+    row = torch.arange(len(words), device=words.device, dtype=starts.dtype)
+    entry = torch.searchsorted(starts.contiguous(), row, right=True)  # with the row, from 1 on
+    inside = (entry > 0) & (entry < len(starts))
+    own = (row - starts[(entry - 1).clamp(0)]).long().clamp(0, 63)
+
+    def wrong(words: Tensor) -> Tensor:
+        return inside & ((words >> own) != 1) & ((own < 63) | (words >= 0))
+
+    due = "hold for each row its own bit and earlier ones"
+    return [Index("tree_mask", words, wrong, due)]

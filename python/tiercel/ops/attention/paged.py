@@ -19,7 +19,16 @@ __all__ = ["paged_attention"]
 
 # The operator's arguments that the kernels' functions take.
 _TENSORS = ("q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "sinks")
-_REST = ("max_seqlen_q", "k_scale", "v_scale", "out", "lse", *spec.OPTIONS, "max_seqused_k")
+_REST = (
+    "max_seqlen_q",
+    "k_scale",
+    "v_scale",
+    "out",
+    "lse",
+    *spec.OPTIONS,
+    "max_seqused_k",
+    "tree_mask",
+)
 
 
 def _operator(declared: Spec) -> Op:
@@ -65,6 +74,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     max_seqused_k: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -97,7 +107,8 @@ def paged_attention(
         k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn. Hk divides H:
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
             are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
-            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64.
+            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64, or D is a
+            multiple of 16 up to 128 and ``softcap`` is None.
         v_cache: The same.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
             cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
@@ -118,6 +129,12 @@ def paged_attention(
             For a float8 cache only.
         v_scale: The same for values.
         q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
+        tree_mask: ``[Tq]`` int64, any stride: for drafts that are trees. Bit j of a row's word says
+            that the query sees new token j of its sequence; it sees all keys before the new tokens,
+            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
+            the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
+            not have do not count. docs/kernels/paged_attention.md makes one of
+            :func:`tiercel.verify_draft`'s ``parents``.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
             how keys are split among blocks, and changes nothing else.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
@@ -150,7 +167,8 @@ def paged_attention(
         )
     given: tuple[Any, ...] = (
         *(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, max_seqlen_q),
-        *(sinks, k_scale, v_scale, q_scale, causal, limits, scale, softcap, max_seqused_k, backend),
+        *(sinks, k_scale, v_scale, q_scale, tree_mask),
+        *(causal, limits, scale, softcap, max_seqused_k, backend),
     )
     if out is None:
         op = _PAGED_LSE if return_lse else _PAGED

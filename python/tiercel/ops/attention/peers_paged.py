@@ -11,9 +11,15 @@ from tiercel.workbench.bench.launch import Launch, Unsupported
 from tiercel.workbench.bench.peers import fa3
 
 
+def _plain(case: Any) -> None:
+    if case["tree"] or case["cache"] != "same":
+        raise Unsupported("trees and caches of another dtype")
+
+
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
+    _plain(case)
     out = torch.empty_like(inputs["q"])
     given = {
         "q": inputs["q"],
@@ -38,6 +44,7 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
+    _plain(case)
     function: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     q, k, v, table, used, starts = inputs.values()
     longest = max(new for new, _ in lengths(case))
@@ -59,6 +66,7 @@ def _separate(case: Any, inputs: dict[str, Any]) -> Launch:
     contiguous."""
     import tiercel
 
+    _plain(case)
     q, k, v, table, used, _ = inputs.values()
     out, of_each, decoding = q.new_empty(q.shape), lengths(case), int(case["decoding"])
     one, many = slice(0, decoding), slice(decoding, None)

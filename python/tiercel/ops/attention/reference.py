@@ -319,6 +319,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     causal: bool = True,
     window: Sequence[int | None] | None = None,
     scale: float | None = None,
@@ -351,7 +352,13 @@ def paged_attention(
             (own if q_scale is None else own * q_scale)[None],
             *(stored(*each) for each in ((k_cache, k_scale), (v_cache, v_scale))),
         )
-        scores, _, _ = _scores(queries, keys, causal, window, scale, softcap)
+        if tree_mask is None:
+            scores, _, _ = _scores(queries, keys, causal, window, scale, softcap)
+        else:
+            left = None if window is None else window[0]
+            hidden = ~_seen_in_tree(tree_mask[rows], length, -1 if left is None else left)
+            scores, _, _ = _scores(queries, keys, scale=scale, softcap=softcap)
+            scores = scores.masked_fill(hidden, -torch.inf)
         sums = scores.logsumexp(-1)
         if sinks is not None:
             sums = torch.logaddexp(sums, sinks.to(sum_dtype)[:, None])
@@ -360,6 +367,18 @@ def paged_attention(
         out[rows] = (weights @ values)[0].transpose(0, 1).to(dtype)
         lse[:, rows] = sums[0].to(sum_dtype)
     return (out, lse) if return_lse else out
+
+
+def _seen_in_tree(words: Tensor, keys: int, left: int) -> Tensor:
+    """Which keys, of which the last are the new tokens, each new token's row sees."""
+    number = torch.arange(keys, device=words.device) - (keys - len(words))
+    bits = (words[:, None] >> number.clamp(0, 63)) & 1 == 1
+    seen = (number < 0) | (bits & (number < 64))
+    if left >= 0:
+        behind = seen.flip(-1).cumsum(-1).flip(-1) - seen.long()  # keys seen behind each one
+        blind = ~(seen & (number >= 0)).any(-1, keepdim=True)  # not even itself
+        seen = seen & (behind + blind.long() <= left)
+    return seen
 
 
 def merge_attention_states(

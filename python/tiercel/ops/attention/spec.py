@@ -232,6 +232,12 @@ def _check_paged(call: Call) -> None:
         raise ValueError(f"{op}: `max_seqlen_q` must be at least 0, got {call.max_seqlen_q}")
     for name in ("k_scale", "v_scale"):
         check_cache_scale(op, name, getattr(call, name), cache, "Hk", cache.shape[2])
+    if call.tree_mask is not None and not call.causal:
+        raise ValueError(f"{op}: `tree_mask` must be None unless `causal`, got a tensor")
+    if call.tree_mask is not None and call.max_seqlen_q > 64:
+        raise ValueError(
+            f"{op}: `max_seqlen_q` must be at most 64 with `tree_mask`, got {call.max_seqlen_q}"
+        )
     if call.q_scale is not None and dtype_name(call.q.dtype) != FLOAT8:
         raise ValueError(
             f"{op}: `q_scale` must be None unless `q` is {FLOAT8}, got a tensor and `q` of "
@@ -253,12 +259,14 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         Tensor("k_scale", "*", "float32", optional=True),
         Tensor("v_scale", "*", "float32", optional=True),
         Tensor("q_scale", "1", "float32", optional=True),
+        Tensor("tree_mask", "Tq", "int64", strided=True, optional=True),
         *_options(causal=True),
         Int("max_seqused_k", None, optional=True, varies=True),
         results=_results("Tq H D", "H Tq"),
         check=_check_paged,
-        limits="float8 caches with few new tokens only, page sizes that are powers of two, head "
-        "dimension a multiple of 8 up to 256, up to 64 query heads a key head",
+        limits="page sizes that are powers of two, head dimension a multiple of 8 up to 256 "
+        "(float8 caches with many new tokens: of 16 up to 128, no softcap), up to 64 query heads a "
+        "key head",
         numerics=Numerics(
             2**-8,
             of="terms",
