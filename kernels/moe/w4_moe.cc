@@ -9,6 +9,7 @@
 
 #include "kernels/moe/moe_checks.h"
 #include "kernels/moe/w4_moe_kernels.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/tensor_map.h"
@@ -18,17 +19,21 @@ namespace {
 
 constexpr int64_t kDirectIds = 16;  // without lists
 constexpr int kDirectTokens = 32;   // the kernel for them
+constexpr int kPlaces = 3 * 132;    // of its blocks, on an H100 or H200
+constexpr int kPartSteps = 4;       // of K, at least, for each part
 
 struct Launch {
   W4MoeArgs args{};
   const W4MoeKernel* kernel = nullptr;  // null where nothing is to be done
   int64_t blocks = 0;
+  int64_t parts = 1;  // of K, the blocks of a cluster
   int64_t map_shape[kTensorMapMaxRank] = {};
   int64_t map_strides[kTensorMapMaxRank] = {};
 
   LaunchConfig config() const {
     LaunchConfig config;
-    config.grid.x = static_cast<uint32_t>(blocks * args.row_tiles);
+    config.grid.x = static_cast<uint32_t>(blocks * args.row_tiles * parts);
+    config.cluster.x = static_cast<uint32_t>(parts);
     config.block.x = static_cast<uint32_t>(w4_moe_threads(kernel->rows));
     config.dynamic_smem =
         static_cast<uint32_t>(kernel->stages * w4_moe_stage_bytes(kernel->tokens, kernel->rows));
@@ -116,9 +121,9 @@ Status check_routing(const char* op, const W4MoeCall& call, const Argument& x, i
     TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(list, x));
   }
   TIERCEL_RETURN_IF_ERROR(check_shape({op, names[2], *lists[2]}, {1}, "[1]"));
-  if (call.block_size != 32 && call.block_size != 128) {
+  if (call.block_size != 32 && call.block_size != 64 && call.block_size != 128) {
     return Status::Unimplemented(std::string(op) +
-                                 ": `block_size` must be 32 or 128 for the kernels, got " +
+                                 ": `block_size` must be 32, 64 or 128 for the kernels, got " +
                                  std::to_string(call.block_size));
   }
   *block_tokens = call.block_size;
@@ -195,7 +200,8 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
     return one.tokens == tokens && one.floats == floats && one.bfloat16 == bfloat16;
   });
   if (launch->kernel == nullptr) {
-    return Status::Unimplemented(std::string(op) + ": there is no such kernel");
+    return Status::Unimplemented(std::string(op) +
+                                 ": `block_size` 64 is for bfloat16 and weights of e2m1");
   }
   const int64_t tiles = ceil_div(rows, launch->kernel->rows);
   if (std::max({launch->blocks * tiles, launch->blocks * tokens, 2 * elements, experts * 2 * rows,
@@ -231,6 +237,16 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   args.k = static_cast<int>(k);
   args.steps = static_cast<int>(ceil_div(k, kW4MoeStep));
   args.row_tiles = static_cast<int>(tiles);
+  // Where tiles are fewer than places, the blocks of a cluster divide K. The order of sums follows,
+  // so the batch-invariant mode does without.
+  const int64_t tiles_in_use = launch->blocks * tiles;
+  if (args.slots == nullptr && !batch_invariant()) {
+    while (launch->parts < 4 && 2 * launch->parts * tiles_in_use <= kPlaces &&
+           args.steps >= 2 * launch->parts * kPartSteps) {
+      launch->parts *= 2;
+    }
+  }
+  args.part_steps = static_cast<int>(ceil_div(args.steps, launch->parts));
   args.activation = call.activation;
   args.alpha = call.alpha;
   args.limit = call.limit > 0 ? call.limit : std::numeric_limits<float>::infinity();
@@ -248,13 +264,14 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
 Status plan_of(bool down, const W4MoeCall& call, W4MoePlan* plan) {
   Launch launch;
   TIERCEL_RETURN_IF_ERROR(prepare(down, call, &launch));
-  *plan = {"none", 0, 0, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
   if (launch.kernel == nullptr) return Status();
   const LaunchConfig config = launch.config();
   *plan = {launch.kernel->kernel.name(),
            launch.kernel->tokens,
            launch.kernel->rows,
            static_cast<int>(launch.blocks),
+           static_cast<int>(launch.parts),
            config.grid.x,
            config.block.x,
            config.dynamic_smem};

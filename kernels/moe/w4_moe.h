@@ -24,13 +24,14 @@ struct W4MoePlan {
   int tokens;          // of a block of the routing
   int rows;            // of the weight, a tile
   int blocks;          // an upper bound: only the device knows how many are in use
+  int parts;           // of K, each a thread block of a cluster
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
 };
 
-// One product. The routing is the lists of moe_align_block_size, in blocks of 32 or 128; without
-// them each id is a block of its own.
+// One product. The routing is the lists of moe_align_block_size, in blocks of 32 or 128 or,
+// of bfloat16 and e2m1 weights, 64; without them each id is a block of its own.
 struct W4MoeCall {
   W4Format format = W4Format::kMxfp4;
   const TensorView* x = nullptr;

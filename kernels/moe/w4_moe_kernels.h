@@ -13,8 +13,7 @@
 
 namespace tiercel {
 
-inline constexpr int kW4MoeStep = 128;       // values of K, a stage
-inline constexpr int kW4MoeConsumers = 256;  // threads that multiply
+inline constexpr int kW4MoeStep = 128;  // values of K, a stage
 
 // The 16 rows of a group of the weight are those at
 //   group * rows.group + half * rows.half + i * rows.next,  half < 2, i < 8.
@@ -47,6 +46,7 @@ struct W4MoeArgs {
   int features;
   int k;
   int steps;
+  int part_steps;  // of them, a part of K has: each block of a cluster has a part
   int row_tiles;
   W4MoeActivation activation;
   float alpha, limit;
@@ -63,7 +63,10 @@ struct W4MoeKernel {
   Kernel kernel;
 };
 
-constexpr int w4_moe_threads(int rows) { return kW4MoeConsumers + rows; }
+// Threads that multiply, by the rows of a tile: few tokens have 64. The others load.
+constexpr int w4_moe_consumers(int rows) { return rows == 64 ? 256 : rows * 2; }
+constexpr int w4_moe_loaders(int rows) { return rows == 64 ? 64 : 128; }
+constexpr int w4_moe_threads(int rows) { return w4_moe_consumers(rows) + w4_moe_loaders(rows); }
 
 // x, weights, and 16 bytes of scales a row.
 constexpr int w4_moe_stage_bytes(int tokens, int rows) {

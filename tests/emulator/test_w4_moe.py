@@ -75,6 +75,11 @@ def test_formats(layout, block):
     check(layout, block, tokens=20 if block else 3, hidden=256)
 
 
+@pytest.mark.parametrize("layout", ["nvfp4", "mxfp4"])
+def test_blocks_of_64(layout):
+    check(layout, 64, tokens=100, hidden=1472, inner=192)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("block", [32, 128])
@@ -87,6 +92,13 @@ def test_sizes(block):
     """K that ends within a stage, tiles that end behind the last row, and turns of the ring."""
     check("mxfp4", block, tokens=8, hidden=1472, inner=64)
     check("nvfp4", block, tokens=5, hidden=64, inner=1408, experts=1, k=1)
+
+
+@pytest.mark.parametrize("layout", ["nvfp4", "int4-32"])
+@pytest.mark.parametrize("hidden", [1088, 2112])
+def test_divided_k(layout, hidden):
+    """Clusters of two and four blocks, whose last parts are shorter."""
+    check(layout, 0, tokens=3, hidden=hidden, inner=64, activation="silu_residual")
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -116,6 +128,8 @@ def test_in_any_order():
         with options(seed=seed):
             check("mxfp4", 32, hidden=1408)
             check("int4-32", 128, hidden=896)
+            check("nvfp4", 64, hidden=896)
+            check("mxfp4", 0, tokens=3, hidden=1408)  # K divided by clusters
 
 
 def run(x, up, down, weights, ids, activation, **more):
@@ -132,7 +146,7 @@ def run(x, up, down, weights, ids, activation, **more):
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 40, 200])
+@pytest.mark.parametrize("tokens", [1, 4, 15, 40, 200])
 def test_gpt_oss(tokens):
     """The operator, at every way to route; with an expert that is elsewhere."""
     up = Experts("mxfp4", 3, 256, 192, torch.bfloat16, "cpu")

@@ -83,6 +83,12 @@ def test_sizes(layout):
 
 
 @pytest.mark.sanitize
+def test_divided_k():
+    """Clusters, of four blocks and of two."""
+    check(Layer("mxfp4", 3, 2112, 1088), 1, 3, 2, 2112)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [3, 40, 200])
 def test_activations(tokens, activation):

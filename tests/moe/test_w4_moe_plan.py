@@ -4,6 +4,7 @@
 import pytest
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 
+import tiercel
 from tiercel import _C
 
 NVFP4, MXFP4, INT4 = range(3)
@@ -57,16 +58,29 @@ def test_shapes(half, kind):
     rows = 5760 if half == "up" else 2880
     for tokens, block in ((1, 0), (4, 0), (64, 32), (4096, 128)):
         got = plan(ExchangeTensor, half, kind, tokens, block)
-        tile = 128 if block == 128 else 64
+        tile, threads = (192, 512) if block == 128 else (64, 320)
         blocks = -(-(tokens * 4 + 32 * (block - 1)) // block) if block else tokens * 4
         assert got["kernel"].startswith("w4_moe<int4" if kind == INT4 else "w4_moe<e2m1")
         assert (got["rows"], got["blocks"]) == (tile, blocks)
-        assert got["grid"] == blocks * -(-rows // tile)
-        assert got["dynamic_smem"] <= 226 * 1024 and got["block"] == 256 + tile
+        parts = 2 if tokens == 1 and half == "down" else 1  # 180 tiles for 396 places
+        assert (got["parts"], got["grid"]) == (parts, parts * blocks * -(-rows // tile))
+        assert got["dynamic_smem"] <= 226 * 1024 and got["block"] == threads
 
 
 def test_three_blocks_of_few_tokens_fit(make):
     assert 3 * (plan(make, tokens=1, block=0)["dynamic_smem"] + 2048) <= 228 * 1024
+
+
+def test_k_has_one_order_in_the_batch_invariant_mode(make):
+    with tiercel.batch_invariant():
+        assert plan(make, "down", tokens=1, block=0)["parts"] == 1
+
+
+def test_blocks_of_64(make):
+    for kind in (NVFP4, MXFP4):
+        got = plan(make, kind=kind, block=64)
+        assert (got["tokens"], got["rows"], got["block"]) == (64, 128, 384)
+        assert 2 * (got["dynamic_smem"] + 2048) <= 228 * 1024  # two thread blocks fit
 
 
 def test_without_a_gate(make):
@@ -118,8 +132,10 @@ def test_bad_arguments_are_named(make, changes, error, text):
 
 
 def test_what_the_kernels_do_not_take(make):
-    with pytest.raises(NotImplementedError, match="`block_size` must be 32 or 128"):
-        plan(make, block=64)
+    with pytest.raises(NotImplementedError, match="`block_size` must be 32, 64 or 128"):
+        plan(make, block=16)
+    with pytest.raises(NotImplementedError, match="`block_size` 64 is for bfloat16 and weights"):
+        plan(make, kind=INT4, block=64)
     with pytest.raises(NotImplementedError, match="without a routing there are up to 16 ids"):
         plan(make, tokens=5, block=0)
     narrow = {"x": make(64, 2848, dtype="bfloat16")}

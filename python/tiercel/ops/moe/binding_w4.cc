@@ -36,13 +36,10 @@ constexpr auto kDownFields = [] {
 constexpr Parameters<W4MoeCall> kDown{"w4_moe_down", kDownFields.fields};
 
 constexpr PlanField<W4MoePlan> kPlanFields[] = {
-    Entry<&W4MoePlan::kernel>("kernel"),
-    Entry<&W4MoePlan::tokens>("tokens"),
-    Entry<&W4MoePlan::rows>("rows"),
-    Entry<&W4MoePlan::blocks>("blocks"),
-    Entry<&W4MoePlan::grid>("grid"),
-    Entry<&W4MoePlan::block>("block"),
-    Entry<&W4MoePlan::dynamic_smem>("dynamic_smem"),
+    Entry<&W4MoePlan::kernel>("kernel"), Entry<&W4MoePlan::tokens>("tokens"),
+    Entry<&W4MoePlan::rows>("rows"),     Entry<&W4MoePlan::blocks>("blocks"),
+    Entry<&W4MoePlan::parts>("parts"),   Entry<&W4MoePlan::grid>("grid"),
+    Entry<&W4MoePlan::block>("block"),   Entry<&W4MoePlan::dynamic_smem>("dynamic_smem"),
 };
 constexpr PlanDict<W4MoePlan> kPlan{"W4MoePlan", kPlanFields};
 

@@ -373,6 +373,6 @@ W4_MOE = Spec(
         sums="two products and the sum over a token's experts in order; what is "
         "between them is rounded",
         batch_invariant=False,
-        varies="the tiles, which are chosen by the number of tokens",
+        varies="the tiles, and the split of K, which are chosen by the number of tokens",
     ),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tiercel import _C
@@ -25,20 +26,26 @@ _ACTIVATION_INDEX = {name: index for index, name in enumerate(W4_ACTIVATIONS)}
 _DIRECT_IDS = 16  # kDirectIds of w4_moe.cc: without a routing, each id is a block
 
 
-def _block_size(elements: int, experts: int) -> int:
-    """0: no routing. 128 rows from where they take less time than blocks of 32; both read the
-    weights once in a block."""
-    if _C.batch_invariant():  # their sums have another order
+def _block_size(elements: int, experts: int, has_middle: bool) -> int:
+    """The fastest by what was measured; weights are read once in a block. `has_middle`: there are
+    kernels for blocks of 64."""
+    rows = elements / max(experts, 1)
+    # Sums have another order in larger blocks.
+    if _C.batch_invariant() or rows <= (12 if has_middle else 20):
         return 32
-    return 128 if elements > 48 * max(experts, 1) else 32
+    return 64 if has_middle and rows <= 64 else 128
 
 
 def _route(
-    topk_ids: Tensor, experts: int, expert_map: Tensor | None, align: Callable[..., Any]
+    topk_ids: Tensor,
+    experts: int,
+    expert_map: Tensor | None,
+    has_middle: bool,
+    align: Callable[..., Any],
 ) -> tuple[tuple[Tensor | None, ...], int]:
     if topk_ids.numel() <= _DIRECT_IDS and expert_map is None:
         return (None, None, None), 0
-    block = _block_size(topk_ids.numel(), experts)
+    block = _block_size(topk_ids.numel(), experts, has_middle)
     lists = empty_lists(topk_ids, topk_ids.numel(), experts, block)
     fill_lists(topk_ids, lists, block, experts, expert_map, native=align)
     return lists, block
@@ -71,7 +78,8 @@ def _products(
 ) -> tuple[Tensor, Any, Any]:
     """The experts' rows [T * k, H], and what the native functions return."""
     experts = w_down.shape[0] if expert_map is None else expert_map.shape[0]
-    routing, block = _route(topk_ids, experts, expert_map, align)
+    has_middle = format != "int4" and x.dtype == torch.bfloat16
+    routing, block = _route(topk_ids, experts, expert_map, has_middle, align)
     inner = x.new_empty(topk_ids.numel(), 2 * w_down.shape[2])
     outer = x.new_empty(topk_ids.numel(), x.shape[1])
     rest = (block, experts, _FORMAT_INDEX[format])
