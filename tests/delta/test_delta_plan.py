@@ -132,7 +132,22 @@ def test_backward(make):
     for sizes in ((128, 16), (128, 144)):
         got = backward(make, 1, 64, sizes=sizes)
         states, values = sizes[0] * sizes[1], 64 * sizes[1]
-        assert got["workspace"] == 2 * 4 * (64 * 64 + 260 + states + 3 * values // 2)
+        due = 64 * 64 + 260 + states + 3 * values // 2
+        assert got["workspace"] == 2 * 4 * due
+        gates = {name: make(1, 64, 4, 128, dtype="float32") for name in ("g", "dg")}
+        got = backward(make, 1, 64, sizes=sizes, **gates)
+        # Three tiles of keys and queries, and the keys' products.
+        assert got["workspace"] == 2 * 4 * (due + 3 * 64 * sizes[0] // 2 + 64 * 64 // 2)
+
+
+def test_backward_with_a_gate_per_channel(make):
+    for dtype, name in (("bfloat16", "BFloat16"), ("float16", "Float16")):
+        gates = {name: make(3, 100, 4, 128, dtype="float32") for name in ("g", "dg")}
+        got = backward(make, dtype=dtype, **gates)
+        assert got["chunks"] == f"gated_delta_rule_channels<{name}, K=128, backward>"
+        assert got["passes"] == f"gated_delta_rule_passes<{name}, K=128, channels>"
+        assert got["gradients"] == f"gated_delta_rule_channel_gradients<{name}, K=128>"
+        assert got["chunk_grid"] == -(-300 // 64) + 3
 
 
 def test_backward_of_nothing(make):
@@ -170,9 +185,13 @@ def test_gradients(make):
         backward(make, grad=make(3, 100, 4, 64, dtype="bfloat16"))
     with pytest.raises(ValueError, match="`workspace` must have .* elements, got 5"):
         backward(make, workspace=make(5, dtype="float32"))
-    gates = {name: make(3, 100, 4, 128, dtype="float32") for name in ("g", "dg")}
-    with pytest.raises(NotImplementedError, match="`g` of a gate per head"):
-        backward(make, **gates)
+    for shape in ((3, 100, 4), (3, 100, 4, 64)):
+        with pytest.raises(ValueError, match=r"`dg` must have .*(shape|dimensions)"):
+            backward(
+                make,
+                g=make(3, 100, 4, 128, dtype="float32"),
+                dg=make(*shape, dtype="float32"),
+            )
 
 
 def test_what_the_kernels_do_not_take(make):

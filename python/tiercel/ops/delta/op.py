@@ -254,9 +254,8 @@ def gated_delta_rule(
 
     Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
     and final states; gradients are reproducible. States are computed again for them. The kernels
-    take K of 128 and a gate per head; for others ``ref`` stands in, with a warning. Works under
-    torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
-    ``cu_seqlens``.
+    take K of 128; for others ``ref`` stands in, with a warning. Works under torch.compile and in
+    CUDA graphs; it never synchronises, but for gradients of ``ref`` with ``cu_seqlens``.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and
