@@ -39,16 +39,28 @@ struct DeltaDecodeArgs {
   bool per_channel;
   bool float16;     // q, k, v, out; otherwise bfloat16
   bool beta_float;  // otherwise as q
+  int sequences;
 };
 
 struct DeltaDecodeKernel {
   DType state;
   int key_size;
+  bool stream;  // blocks that stay, for a token of each sequence
   Kernel kernel;
 };
 
 inline constexpr int kDeltaDecodeThreads = 128;
 inline constexpr int kDeltaDecodeColumns = 32;  // of a state, per block
+inline constexpr int kDeltaStreamSize = 128;    // of keys and of values
+// A slice of the columns has kDeltaDecodeThreads; one more warp copies.
+inline constexpr int kDeltaStreamThreads =
+    kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 32;
+constexpr int delta_stream_stages(int bytes) { return bytes == 4 ? 3 : 6; }
+constexpr int delta_stream_smem(int bytes) {
+  // Whole states, sums of each slice, twice, and barriers.
+  return delta_stream_stages(bytes) * kDeltaStreamSize * kDeltaStreamSize * bytes +
+         kDeltaStreamSize / kDeltaDecodeColumns * 2 * 4 * 4 * (2 * kDeltaDecodeColumns + 4) + 256;
+}
 
 const DeltaDecodeKernel* delta_decode_kernels(int* count);
 

@@ -62,6 +62,18 @@ def test_decode(sizes):
     assert got["kernel"] == f"gated_delta_rule_decode<Float32, K={sizes[0]}>"
 
 
+def test_decode_of_many_sequences():
+    """Blocks that stay, where each has several states of 128 x 128 and one token."""
+    assert "stream" not in decode(ExchangeTensor, batch=66)["kernel"]
+    for state, kernel in (("float32", "Float32"), ("bfloat16", "BFloat16")):
+        states = ExchangeTensor(9, 4, 128, 128, dtype=state)
+        got = decode(ExchangeTensor, batch=67, states=states)
+        assert got["kernel"] == f"gated_delta_rule_decode_stream<{kernel}>"
+        assert (got["grid"], got["block"]) == (132, 544) and got["dynamic_smem"] <= 227 << 10
+    for given in ({"tokens": 2}, {"sizes": (64, 128)}, {"sizes": (128, 256)}):
+        assert "stream" not in decode(ExchangeTensor, batch=67, **given)["kernel"]
+
+
 def test_nothing_to_do():
     for given in ({"batch": 0}, {"tokens": 0}, {"heads": (2, 0)}):
         assert decode(ExchangeTensor, **given)["kernel"] == "none"

@@ -29,6 +29,7 @@ constexpr PlanField<DeltaDecodePlan> kDecodePlanFields[] = {
     Entry<&DeltaDecodePlan::kernel>("kernel"),
     Entry<&DeltaDecodePlan::grid>("grid"),
     Entry<&DeltaDecodePlan::block>("block"),
+    Entry<&DeltaDecodePlan::dynamic_smem>("dynamic_smem"),
 };
 constexpr PlanDict<DeltaDecodePlan> kDecodePlan{"DeltaDecodePlan", kDecodePlanFields};
 
