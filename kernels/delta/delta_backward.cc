@@ -74,7 +74,7 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
     return delta_find_kernel(one, sizes.key_size, rule.q->dtype, channels);
   };
   if (part(DeltaPart::kGradients) == nullptr) {
-    return Status::Unimplemented(std::string(kOp) + ": keys of 128 elements are supported, got " +
+    return Status::Unimplemented(std::string(kOp) + ": keys of 64 or 128 elements are supported, got " +
                                  std::to_string(sizes.key_size));
   }
   if (sizes.value_size % 16 != 0) {

@@ -430,10 +430,10 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
           delta_back_smem(size, channels, kDeltaGroups))}
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_PASSES(BFloat16, 128, false),
-    TIERCEL_PASSES(BFloat16, 128, true),
-    TIERCEL_PASSES(Float16, 128, false),
-    TIERCEL_PASSES(Float16, 128, true),
+    TIERCEL_PASSES(BFloat16, 64, false),  TIERCEL_PASSES(BFloat16, 64, true),
+    TIERCEL_PASSES(BFloat16, 128, false), TIERCEL_PASSES(BFloat16, 128, true),
+    TIERCEL_PASSES(Float16, 64, false),   TIERCEL_PASSES(Float16, 64, true),
+    TIERCEL_PASSES(Float16, 128, false),  TIERCEL_PASSES(Float16, 128, true),
 };
 
 }  // namespace

@@ -278,7 +278,8 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
 const DeltaRuleKernel kKernels[] = {
     TIERCEL_CHANNELS(BFloat16, 64, false), TIERCEL_CHANNELS(BFloat16, 128, false),
     TIERCEL_CHANNELS(Float16, 64, false),  TIERCEL_CHANNELS(Float16, 128, false),
-    TIERCEL_CHANNELS(BFloat16, 128, true), TIERCEL_CHANNELS(Float16, 128, true),
+    TIERCEL_CHANNELS(BFloat16, 64, true),  TIERCEL_CHANNELS(BFloat16, 128, true),
+    TIERCEL_CHANNELS(Float16, 64, true),   TIERCEL_CHANNELS(Float16, 128, true),
 };
 
 }  // namespace

@@ -301,7 +301,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           delta_gradients_smem(size))}
 
 const DeltaRuleKernel kKernels[] = {
+    TIERCEL_GRADIENTS(BFloat16, 64),
     TIERCEL_GRADIENTS(BFloat16, 128),
+    TIERCEL_GRADIENTS(Float16, 64),
     TIERCEL_GRADIENTS(Float16, 128),
 };
 

@@ -141,12 +141,12 @@ def test_backward(make):
     assert (got["groups"], got["pass_grid"]) == (1, 2 * 3 * 4 * 2)
     got = backward(make, batch=17)
     assert (got["groups"], got["pass_grid"]) == (2, 2 * 17 * 4)
-    for sizes in ((128, 16), (128, 144)):
+    for sizes in ((128, 16), (128, 144), (64, 128)):
         got = backward(make, 1, 64, sizes=sizes)
         states, values = sizes[0] * sizes[1], 64 * sizes[1]
         due = 64 * 64 + 260 + states + 3 * values // 2
         assert got["workspace"] == 2 * 4 * due
-        gates = {name: make(1, 64, 4, 128, dtype="float32") for name in ("g", "dg")}
+        gates = {name: make(1, 64, 4, sizes[0], dtype="float32") for name in ("g", "dg")}
         got = backward(make, 1, 64, sizes=sizes, **gates)
         # Three tiles of keys and queries, and the keys' products.
         assert got["workspace"] == 2 * 4 * (due + 3 * 64 * sizes[0] // 2 + 64 * 64 // 2)
@@ -154,12 +154,13 @@ def test_backward(make):
 
 def test_backward_with_a_gate_per_channel(make):
     for dtype, name in (("bfloat16", "BFloat16"), ("float16", "Float16")):
-        gates = {name: make(3, 100, 4, 128, dtype="float32") for name in ("g", "dg")}
-        got = backward(make, dtype=dtype, **gates)
-        assert got["chunks"] == f"gated_delta_rule_channels<{name}, K=128, backward>"
-        assert got["passes"] == f"gated_delta_rule_passes<{name}, K=128, channels>"
-        assert got["gradients"] == f"gated_delta_rule_channel_gradients<{name}, K=128>"
-        assert got["chunk_grid"] == -(-300 // 64) + 3
+        for size in (64, 128):
+            gates = {name: make(3, 100, 4, size, dtype="float32") for name in ("g", "dg")}
+            got = backward(make, sizes=(size, 128), dtype=dtype, **gates)
+            assert got["chunks"] == f"gated_delta_rule_channels<{name}, K={size}, backward>"
+            assert got["passes"] == f"gated_delta_rule_passes<{name}, K={size}, channels>"
+            assert got["gradients"] == f"gated_delta_rule_channel_gradients<{name}, K={size}>"
+            assert got["chunk_grid"] == -(-300 // 64) + 3
 
 
 def test_backward_of_nothing(make):
@@ -207,8 +208,8 @@ def test_gradients(make):
 
 
 def test_what_the_kernels_do_not_take(make):
-    with pytest.raises(NotImplementedError, match="keys of 128 elements"):
-        backward(make, sizes=(64, 128))
+    with pytest.raises(NotImplementedError, match="keys of 64 or 128 elements"):
+        backward(make, sizes=(96, 128))
     with pytest.raises(NotImplementedError, match="values of a multiple of 16"):
         backward(make, sizes=(128, 40))
     for call in (decode, prompt):

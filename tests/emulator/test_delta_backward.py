@@ -89,7 +89,9 @@ def test_lengths(tokens, channels):
 
 
 @pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("sizes", [(128, 16), (128, 80), (128, 128), (128, 144)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 16), (64, 144), (128, 16), (128, 80), (128, 128), (128, 144)]
+)
 def test_sizes(sizes, channels):
     """Slices of the values have 64 columns, the last may have fewer; of many, two share a block."""
     heads = (1, 2) if sizes[1] <= 80 else (1, 1)
@@ -100,9 +102,10 @@ def test_sizes(sizes, channels):
 
 
 @pytest.mark.parametrize("channels", [False, True])
-def test_float16(channels):
-    inputs = problem(2, 100, (1, 2), (128, 32), F16, channels=channels)
-    backward(inputs, states(2, 2, 128, 32), states(2, 2, 128, 32, seed=8))
+@pytest.mark.parametrize("sizes", [(64, 32), (128, 32)])
+def test_float16(sizes, channels):
+    inputs = problem(2, 100, (1, 2), sizes, F16, channels=channels)
+    backward(inputs, states(2, 2, *sizes), states(2, 2, *sizes, seed=8))
 
 
 @pytest.mark.parametrize("channels", [False, True])
@@ -122,11 +125,12 @@ def test_beta(dtype, channels):
 
 
 @pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
-def test_decay(gate, channels):
+def test_decay(gate, size, channels):
     """From states that are lost at once to such that stay."""
-    more = states(1, 2, 128, 16), states(1, 2, 128, 16, seed=8)
-    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (128, 16), gate=gate, channels=channels)
+    more = states(1, 2, size, 16), states(1, 2, size, 16, seed=8)
+    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (size, 16), gate=gate, channels=channels)
     backward((grad, q, k, v, g, beta), *more)
     g[:, 40] = -float("inf")
     g[:, 41:60] = -50.0

@@ -253,9 +253,9 @@ def gated_delta_rule(
     rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
 
     Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
-    and final states; gradients are reproducible. States are computed again for them. The kernels
-    take K of 128; for others ``ref`` stands in, with a warning. Works under torch.compile and in
-    CUDA graphs; it never synchronises, but for gradients of ``ref`` with ``cu_seqlens``.
+    and final states; gradients are reproducible. States are computed again for them. Works under
+    torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
+    ``cu_seqlens``.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and
