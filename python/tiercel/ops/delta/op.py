@@ -41,7 +41,7 @@ _DECODE = Op(
         _C.gated_delta_rule_decode,
         _C.gated_delta_rule_decode_plan,
         spec.GATED_DELTA_RULE_DECODE.names,
-        "32 columns of a state in a block's registers, read and written once",
+        "32 columns of a state in a block's registers; many states stream through shared memory",
         load=_C.gated_delta_rule_decode_load,
         contiguous=("g", "beta"),
         launch=_decode_launch,
