@@ -67,14 +67,15 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   TIERCEL_RETURN_IF_ERROR(check_gradient("dq", *call.dq, *rule.q, "[B, T, Hk, K]", q));
   TIERCEL_RETURN_IF_ERROR(check_gradient("dk", *call.dk, *rule.k, "[B, T, Hk, K]", q));
   TIERCEL_RETURN_IF_ERROR(check_gradient("dv", *call.dv, *rule.v, "[B, T, Hv, V]", q));
-  TIERCEL_RETURN_IF_ERROR(check_gradient("dg", *call.dg, *rule.g,
-                                         channels ? "[B, T, Hv, K]" : "[B, T, Hv]", q));
+  TIERCEL_RETURN_IF_ERROR(
+      check_gradient("dg", *call.dg, *rule.g, channels ? "[B, T, Hv, K]" : "[B, T, Hv]", q));
   TIERCEL_RETURN_IF_ERROR(check_gradient("dbeta", *call.dbeta, *rule.beta, "[B, T, Hv]", q));
   const auto part = [&](DeltaPart one) {
     return delta_find_kernel(one, sizes.key_size, rule.q->dtype, channels);
   };
   if (part(DeltaPart::kGradients) == nullptr) {
-    return Status::Unimplemented(std::string(kOp) + ": keys of 64 or 128 elements are supported, got " +
+    return Status::Unimplemented(std::string(kOp) +
+                                 ": keys of 64 or 128 elements are supported, got " +
                                  std::to_string(sizes.key_size));
   }
   if (sizes.value_size % 16 != 0) {
@@ -118,18 +119,19 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
     return Status::Unimplemented(std::string(kOp) + ": too many tokens or heads for one launch");
   }
   if (places > 0) {
-    launches->set(0, part(DeltaPart::kBackChunks), places,
-                  channels ? sizes.v_heads : sizes.k_heads, kDeltaChunkThreads,
+    launches->set(0, part(DeltaPart::kBackChunks), places, channels ? sizes.v_heads : sizes.k_heads,
+                  kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
-    launches->set(2, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
-                  channels ? delta_channel_gradients_smem(key_size)
-                           : delta_gradients_smem(key_size));
+    launches->set(
+        2, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
+        channels ? delta_channel_gradients_smem(key_size) : delta_gradients_smem(key_size));
     plan->chunks = launches->kernels[0]->name();
     plan->gradients = launches->kernels[2]->name();
   }
   if (plan->pass_grid > 0 && (places > 0 || args->grad_initial != nullptr)) {
     launches->set(1, part(DeltaPart::kBackPasses), plan->pass_grid, 1,
-                  plan->groups * 128 + kDeltaLoaders, delta_back_smem(key_size, channels, plan->groups));
+                  plan->groups * 128 + kDeltaLoaders,
+                  delta_back_smem(key_size, channels, plan->groups));
     plan->passes = launches->kernels[1]->name();
   }
   // Parts of the workspace, in elements of four bytes.

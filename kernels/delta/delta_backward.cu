@@ -216,8 +216,8 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], const uint32_t (
 template <typename Format, int kKeySize, bool kChannels>
 __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
                                            const Memory<kKeySize, kChannels>& memory,
-                                           const Work& work,
-                                           State<Format, kKeySize>& state, int group) {
+                                           const Work& work, State<Format, kKeySize>& state,
+                                           int group) {
   const int64_t size = int64_t{kKeySize} * args.value_size;
   state.load(args.initial_state == nullptr
                  ? nullptr
@@ -295,9 +295,8 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
 
 template <typename Format, int kKeySize, bool kChannels>
 __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
-                                        const Memory<kKeySize, kChannels>& memory,
-                                        const Work& work, State<Format, kKeySize>& state,
-                                        int group) {
+                                        const Memory<kKeySize, kChannels>& memory, const Work& work,
+                                        State<Format, kKeySize>& state, int group) {
   const int64_t size = int64_t{kKeySize} * args.value_size;
   const int64_t owner = (int64_t{work.index} * args.v_heads + work.head) * size;
   state.load(args.grad_final == nullptr ? nullptr : args.grad_final + owner, args.value_size);

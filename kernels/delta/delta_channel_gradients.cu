@@ -15,10 +15,10 @@
 // less those from its own token on, that is those of the tokens before.
 //
 // As in delta_channels.cu no product of two decays fits a float in general. Rows of 16 are
-// multiplied with earlier ones, or columns with later ones, by tensor cores, both decayed to a token
-// between them. Blocks of 16 x 16 on the diagonal are summed by a thread for each channel, which
-// multiplies by one gate after the other as Horner's rule does, so that no exponential is needed for
-// each pair, and what a row and a column of it add to gates cancels.
+// multiplied with earlier ones, or columns with later ones, by tensor cores, both decayed to a
+// token between them. Blocks of 16 x 16 on the diagonal are summed by a thread for each channel,
+// which multiplies by one gate after the other as Horner's rule does, so that no exponential is
+// needed for each pair, and what a row and a column of it add to gates cancels.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
@@ -90,9 +90,7 @@ struct Memory {
   }
 };
 
-__device__ __forceinline__ float2 exp_of(float2 x) {
-  return {exp2_approx(x.x), exp2_approx(x.y)};
-}
+__device__ __forceinline__ float2 exp_of(float2 x) { return {exp2_approx(x.x), exp2_approx(x.y)}; }
 
 // 16 elements of a row of a tile.
 template <typename Format>
@@ -150,8 +148,7 @@ __device__ __forceinline__ void go_along_diagonal(const Memory<kKeySize>& memory
       if (i + 1 < kRows) of_keys[j] *= decays[(i + 1) % kRows];
       if (j < i) of_keys[j] = fmaf(m[j], q[i], fmaf(n[j], k[i], of_keys[j]));
     }
-    later += *memory.part(0, first + i, channel) +
-             fmaf(q[i], of_q, k[i] * (of_k - of_keys[i]));
+    later += *memory.part(0, first + i, channel) + fmaf(q[i], of_q, k[i] * (of_k - of_keys[i]));
     *memory.sum(first + i, channel) += later;
     // A token's product with itself has no gate.
     *memory.part(0, first + i, channel) = fmaf(m[i], k[i], of_q);
@@ -204,8 +201,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     sum_gates<kKeySize>(args, chunk, head, memory.sums());
     if (thread >= kThreads - kTokens) {
       const int token = thread - (kThreads - kTokens);
-      numbers.beta[token] = load_beta<Format>(args, (chunk.first + token) * args.v_heads + head,
-                                              token < chunk.rows);
+      numbers.beta[token] =
+          load_beta<Format>(args, (chunk.first + token) * args.v_heads + head, token < chunk.rows);
     }
     {
       float scores[kMatrixTiles][4] = {}, solved[kMatrixTiles][4] = {};  // dO U^T and Y U^T
@@ -328,8 +325,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             const int at = key + pair * 16 + i / 2 * 8 + across;
             const int token = depth + along + i % 2 * 8;
             const float to = *memory.sum(row, at);
-            right[i] = decayed(right[i], exp_of({to - *memory.sum(token, at),
-                                                 to - *memory.sum(token + 1, at)}));
+            right[i] = decayed(
+                right[i], exp_of({to - *memory.sum(token, at), to - *memory.sum(token + 1, at)}));
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -427,8 +424,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
       for (int i = 0; i < kOwn; ++i) {
         const float one = *memory.part(1, part * kOwn + i, channel);
-        if (i < kOwn - kRows) before += one;
-        else in_last += one;
+        if (i < kOwn - kRows)
+          before += one;
+        else
+          in_last += one;
       }
       numbers.before[part][channel] = before + in_last;
 #pragma unroll 1

@@ -2,7 +2,6 @@
 #include "kernels/delta/delta_decode.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -87,8 +86,7 @@ Status prepare(const DeltaDecodeCall& call, DeltaDecodeArgs* args, DeltaDecodePl
   // Blocks that stay gain where each goes through several states, of a token each.
   const bool stream = sizes.tokens == 1 && sizes.key_size == kDeltaStreamSize &&
                       sizes.value_size == kDeltaStreamSize &&
-                      sizes.batch * sizes.v_heads > kStreamFrom &&
-                      std::getenv("TIERCEL_DELTA_STEP") == nullptr;
+                      sizes.batch * sizes.v_heads > kStreamFrom;
   const DeltaDecodeKernel* found = KernelTable(delta_decode_kernels).find([&](const auto& one) {
     return one.state == call.states->dtype && one.key_size == sizes.key_size &&
            one.stream == stream;

@@ -109,14 +109,14 @@ struct Token {
   }
 };
 
-// Goes through a token: stores its results at `out`, and changes the state. `sums` has room for a slice, and is
-// another one for the next token: a fast warp writes that while others still read this one's.
-// `synchronize` is a barrier of the slice's threads.
+// Goes through a token: stores its results at `out`, and changes the state. `sums` has room for a
+// slice, and is another one for the next token: a fast warp writes that while others still read
+// this one's. `synchronize` is a barrier of the slice's threads.
 template <int kKeySize, typename Synchronize>
 __device__ __forceinline__ void step(const DeltaDecodeArgs& args, const Part<kKeySize>& part,
                                      const Token<kKeySize>& token, Sums (&sums)[kWarps],
-                                     float (&state)[Part<kKeySize>::kRows][kColumns],
-                                     char* out, Synchronize synchronize) {
+                                     float (&state)[Part<kKeySize>::kRows][kColumns], char* out,
+                                     Synchronize synchronize) {
   constexpr int kRows = Part<kKeySize>::kRows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
   float k[kRows], q[kRows], v[kColumns];
@@ -387,9 +387,9 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   {DType::k##state, size, false,                              \
    Kernel("gated_delta_rule_decode<" #state ", K=" #size ">", \
           reinterpret_cast<const void*>(gated_delta_rule_decode<state, size>))}
-#define TIERCEL_STREAM(state)                                                  \
-  {DType::k##state, kDeltaStreamSize, true,                                    \
-   Kernel("gated_delta_rule_decode_stream<" #state ">",                        \
+#define TIERCEL_STREAM(state)                                                   \
+  {DType::k##state, kDeltaStreamSize, true,                                     \
+   Kernel("gated_delta_rule_decode_stream<" #state ">",                         \
           reinterpret_cast<const void*>(gated_delta_rule_decode_stream<state>), \
           delta_stream_smem(state::kBytes))}
 

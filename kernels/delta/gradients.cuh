@@ -42,9 +42,8 @@ struct DeltaGradientTiles {
 // A slice of the values of a head.
 template <int kKeySize>
 __device__ __forceinline__ void copy_stage(const DeltaBackArgs& args,
-                                           const DeltaGradientStage& stage,
-                                           const DeltaChunk& chunk, int64_t place, int head,
-                                           int slice) {
+                                           const DeltaGradientStage& stage, const DeltaChunk& chunk,
+                                           int64_t place, int head, int slice) {
   const int column = slice * kSlice, vectors = min(kSlice, args.value_size - column) / 8;
   const int64_t row_bytes = args.value_size * 2;
   const int64_t values = place * kTokens * row_bytes + column * 2;

@@ -17,7 +17,7 @@ inline constexpr int kDeltaBlock = kDeltaHalf / 2;
 inline constexpr int kDeltaPitch = kDeltaChunk + 4;     // floats between rows of the matrix
 inline constexpr int kDeltaHalfPitch = kDeltaHalf + 4;  // and of a half
 inline constexpr float kDeltaLeastGate =
-    -100.0f;  // no decay is stronger; sums' differences stay numbers
+    -100.0f;                            // no decay is stronger; sums' differences stay numbers
 inline constexpr int kDeltaAhead = 16;  // gates of a thread that are loaded together
 
 // Inverts the unit lower triangular matrix whose part below the diagonal is

@@ -87,7 +87,9 @@ def test_packed(channels):
 
 
 @pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize(("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (4, 8)), (1, (32, 32))])
+@pytest.mark.parametrize(
+    ("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (4, 8)), (1, (32, 32))]
+)
 def test_heads_of_models(batch, heads, channels):
     check(*problem(batch, 300, heads, (128, 128), channels=channels))
 
