@@ -63,21 +63,19 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
                                     {"grad_initial", call.grad_initial}}) {
     TIERCEL_RETURN_IF_ERROR(delta_check_state(kOp, name, state, args->count, sizes, q));
   }
+  const bool channels = rule.g->ndim == 4;
   TIERCEL_RETURN_IF_ERROR(check_gradient("dq", *call.dq, *rule.q, "[B, T, Hk, K]", q));
   TIERCEL_RETURN_IF_ERROR(check_gradient("dk", *call.dk, *rule.k, "[B, T, Hk, K]", q));
   TIERCEL_RETURN_IF_ERROR(check_gradient("dv", *call.dv, *rule.v, "[B, T, Hv, V]", q));
-  TIERCEL_RETURN_IF_ERROR(check_gradient("dg", *call.dg, *rule.g, "[B, T, Hv]", q));
+  TIERCEL_RETURN_IF_ERROR(
+      check_gradient("dg", *call.dg, *rule.g, channels ? "[B, T, Hv, K]" : "[B, T, Hv]", q));
   TIERCEL_RETURN_IF_ERROR(check_gradient("dbeta", *call.dbeta, *rule.beta, "[B, T, Hv]", q));
-  if (rule.g->ndim == 4) {
-    return Status::Unimplemented(std::string(kOp) +
-                                 ": `g` of a gate per head [B, T, Hv] is supported, got one per "
-                                 "channel [B, T, Hv, K]");
-  }
   const auto part = [&](DeltaPart one) {
-    return delta_find_kernel(one, sizes.key_size, rule.q->dtype, false);
+    return delta_find_kernel(one, sizes.key_size, rule.q->dtype, channels);
   };
   if (part(DeltaPart::kGradients) == nullptr) {
-    return Status::Unimplemented(std::string(kOp) + ": keys of 128 elements are supported, got " +
+    return Status::Unimplemented(std::string(kOp) +
+                                 ": keys of 64 or 128 elements are supported, got " +
                                  std::to_string(sizes.key_size));
   }
   if (sizes.value_size % 16 != 0) {
@@ -121,16 +119,19 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
     return Status::Unimplemented(std::string(kOp) + ": too many tokens or heads for one launch");
   }
   if (places > 0) {
-    launches->set(0, part(DeltaPart::kBackChunks), places, sizes.k_heads, kDeltaChunkThreads,
-                  delta_chunks_smem(key_size));
-    launches->set(2, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
-                  delta_gradients_smem(key_size));
+    launches->set(0, part(DeltaPart::kBackChunks), places, channels ? sizes.v_heads : sizes.k_heads,
+                  kDeltaChunkThreads,
+                  channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
+    launches->set(
+        2, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
+        channels ? delta_channel_gradients_smem(key_size) : delta_gradients_smem(key_size));
     plan->chunks = launches->kernels[0]->name();
     plan->gradients = launches->kernels[2]->name();
   }
   if (plan->pass_grid > 0 && (places > 0 || args->grad_initial != nullptr)) {
     launches->set(1, part(DeltaPart::kBackPasses), plan->pass_grid, 1,
-                  plan->groups * 128 + kDeltaLoaders, delta_back_smem(key_size, plan->groups));
+                  plan->groups * 128 + kDeltaLoaders,
+                  delta_back_smem(key_size, channels, plan->groups));
     plan->passes = launches->kernels[1]->name();
   }
   // Parts of the workspace, in elements of four bytes.
@@ -139,7 +140,9 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   const int64_t factors = pairs * kDeltaBackFactors;
   const int64_t states = pairs * key_size * sizes.value_size / 2;
   const int64_t values = pairs * kDeltaChunk * sizes.value_size / 2;
-  plan->workspace = matrices + factors + 2 * states + 3 * values;
+  const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
+  const int64_t products = channels ? pairs * kDeltaMatrixBytes / 4 : 0;
+  plan->workspace = matrices + factors + tiles + products + 2 * states + 3 * values;
   if (rule.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *rule.workspace, plan->workspace, q));
   auto* at = static_cast<float*>(rule.workspace->data);
@@ -150,6 +153,8 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   };
   args->matrices = take(matrices);
   args->factors = reinterpret_cast<float*>(take(factors));
+  args->tiles = take(tiles);
+  args->products = take(products);
   args->states = take(states);
   args->grad_states = take(states);
   args->rest = take(values);

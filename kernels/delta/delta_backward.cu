@@ -9,7 +9,9 @@
 // and its gradients, for those of results dO and of the state after it dS,
 //   dU = P^T dO + exp(G[63] - G) K dS,  Y = T^T dU,  dV = beta Y,
 //   dS = exp(G[63]) dS + (exp(G) Q)^T dO - (exp(G) K)^T beta Y.
-// delta_gradients.cu makes the other gradients of S, dS, W, U and Y. The formulas are those of Yang
+// With a gate per channel exp(G) K, exp(G) Q and exp(G[63] - G) K are tiles of the workspace, and
+// exp(G[63]) is a factor of each row of S. delta_gradients.cu and delta_channel_gradients.cu make
+// the other gradients of S, dS, W, U and Y. The formulas are those of Yang
 // et al. (2024), arXiv:2412.06464, differentiated; chunk_gated_delta_rule_bwd of
 // flash-linear-attention divides the work likewise.
 #include <cstdint>
@@ -33,18 +35,22 @@ constexpr int kFactorVectors = kDeltaBackFactors / 4;
 constexpr int kMultiply = 216, kLoad = 72;  // registers of a thread
 static_assert(delta_registers_fit(kMultiply, kLoad));
 
-template <int kKeySize>
-struct Memory : DeltaRing<kDeltaBackStages, delta_back_stage(kKeySize, 0)> {
+template <int kKeySize, bool kChannels>
+struct Memory : DeltaRing<delta_back_stages(kChannels), delta_back_stage(kKeySize, kChannels, 0)> {
   static constexpr int kTile = kTokens * kKeySize * 2;
 
   struct Stage {
-    uint32_t k, q, solved, scores, factors, values;
+    uint32_t k, q, added, solved, scores, factors, values;
 
     // Two tokens' factors, of row 0: K S, 1: Q S, 2: the keys that are added.
     __device__ __forceinline__ float2 factor(int row, int token) const {
+      if (kChannels) return {1.0f, 1.0f};
       return load_two(factors + (row * kTokens + token) * 4);
     }
-    __device__ __forceinline__ float decay() const { return load_two(factors + 3 * kTokens * 4).x; }
+    // What two rows of the state, of `tile`, are multiplied by.
+    __device__ __forceinline__ float2 decay(int tile, int along) const {
+      return load_two(factors + (kChannels ? tile * 8 + along : 3 * kTokens) * 4);
+    }
     __device__ __forceinline__ float2 beta(int token) const {
       return load_two(factors + (kDeltaFactors + token) * 4);
     }
@@ -54,7 +60,8 @@ struct Memory : DeltaRing<kDeltaBackStages, delta_back_stage(kKeySize, 0)> {
     Stage stage;
     stage.k = this->at(count);
     stage.q = stage.k + kTile;
-    stage.solved = stage.q + kTile;
+    stage.added = kChannels ? stage.q + kTile : stage.k;
+    stage.solved = stage.q + (kChannels ? 2 : 1) * kTile;
     stage.scores = stage.solved + kDeltaMatrixBytes;
     stage.factors = stage.scores + kDeltaMatrixBytes;
     stage.values = stage.factors + kDeltaBackFactorBytes;
@@ -92,21 +99,29 @@ struct Work {
 
 // The keys, the inverse, the factors and the values; or, back, queries, scores and the gradients of
 // results too.
-template <int kKeySize, bool kBack>
+template <int kKeySize, bool kChannels, bool kBack>
 __device__ __forceinline__ void copy_stage(const DeltaBackArgs& args,
-                                           const typename Memory<kKeySize>::Stage& stage,
+                                           const typename Memory<kKeySize, kChannels>::Stage& stage,
                                            const Work& work, int chunk, int groups) {
   constexpr int kVectors = kKeySize / 8;
   const int64_t first = work.sequence.begin + int64_t{chunk} * kTokens;
   const int rows = work.rows(chunk);
   const int64_t place = work.place(args, chunk);
   const char* const matrices = args.matrices + place * 2 * kDeltaMatrixBytes;
-  const int key_head = work.head / (args.v_heads / args.k_heads);
-  copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
-                      kVectors);
-  if (kBack) {
-    copy_tile<kVectors>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
+  if constexpr (kChannels) {
+    constexpr int kTile = Memory<kKeySize, kChannels>::kTile;
+    const char* const tiles = args.tiles + place * 3 * kTile;
+    copy_tile<kVectors>(stage.k, tiles, kKeySize * 2, kTokens, kVectors);
+    if (kBack) copy_tile<kVectors>(stage.q, tiles + kTile, kKeySize * 2, kTokens, kVectors);
+    copy_tile<kVectors>(stage.added, tiles + 2 * kTile, kKeySize * 2, kTokens, kVectors);
+  } else {
+    const int key_head = work.head / (args.v_heads / args.k_heads);
+    copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
                         kVectors);
+    if (kBack) {
+      copy_tile<kVectors>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
+                          kVectors);
+    }
   }
   const DeltaHeads& source = kBack ? args.grad : args.v;
   const char* const values = delta_row(args, source, first, work.head);
@@ -170,9 +185,16 @@ struct State {
           rounded[i / 4][i % 4];
     }
   }
-  __device__ __forceinline__ void decay(float factor) {
+  // By one factor, or one of each row.
+  template <bool kChannels, typename Stage>
+  __device__ __forceinline__ void decay(const Stage& stage) {
+    const float2 all = kChannels ? float2{} : stage.decay(0, 0);
 #pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) values[i] *= factor;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float2 factors = kChannels ? stage.decay(tile, thread.along) : float2{all.x, all.x};
+      values[4 * tile] *= factors.x, values[4 * tile + 1] *= factors.y;
+      values[4 * tile + 2] *= factors.x, values[4 * tile + 3] *= factors.y;
+    }
   }
 };
 
@@ -191,10 +213,11 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], const uint32_t (
   wgmma_commit();
 }
 
-template <typename Format, int kKeySize>
+template <typename Format, int kKeySize, bool kChannels>
 __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
-                                           const Memory<kKeySize>& memory, const Work& work,
-                                           State<Format, kKeySize>& state, int group) {
+                                           const Memory<kKeySize, kChannels>& memory,
+                                           const Work& work, State<Format, kKeySize>& state,
+                                           int group) {
   const int64_t size = int64_t{kKeySize} * args.value_size;
   state.load(args.initial_state == nullptr
                  ? nullptr
@@ -242,7 +265,7 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     multiply<Format, false>(sums, scaled, stage.solved, false);
     store_rows(args.rest + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
                [&](int i) { return values[i / 4][i % 4]; });
-    state.decay(stage.decay());
+    state.template decay<kChannels>(stage);
     wgmma_wait<0>();
     wgmma_settle(sums);
 
@@ -260,7 +283,7 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     }
     wgmma_settle(state.values);
     wgmma_fence();
-    multiply<Format, true>(state.values, decayed, stage.k, true);
+    multiply<Format, true>(state.values, decayed, stage.added, true);
     store_rows(args.written + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
                [&](int i) { return written[i / 4][i % 4]; });
     wgmma_wait<0>();
@@ -270,10 +293,10 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
   }
 }
 
-template <typename Format, int kKeySize>
-__device__ __forceinline__ void go_back(const DeltaBackArgs& args, const Memory<kKeySize>& memory,
-                                        const Work& work, State<Format, kKeySize>& state,
-                                        int group) {
+template <typename Format, int kKeySize, bool kChannels>
+__device__ __forceinline__ void go_back(const DeltaBackArgs& args,
+                                        const Memory<kKeySize, kChannels>& memory, const Work& work,
+                                        State<Format, kKeySize>& state, int group) {
   const int64_t size = int64_t{kKeySize} * args.value_size;
   const int64_t owner = (int64_t{work.index} * args.v_heads + work.head) * size;
   state.load(args.grad_final == nullptr ? nullptr : args.grad_final + owner, args.value_size);
@@ -293,7 +316,7 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args, const Memory<
     wgmma_settle(sums);
     wgmma_settle(scored);
     wgmma_fence();
-    multiply<Format, false>(sums, state.rounded, stage.k, false);
+    multiply<Format, false>(sums, state.rounded, stage.added, false);
     multiply<Format, true>(scored, grad, stage.scores, false);
     state.store_rounded(args.grad_states + place * size * 2);
     wgmma_wait<0>();
@@ -317,7 +340,7 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args, const Memory<
         word = pack_pair<Format>(of_q.x * value[0], of_q.y * value[1]);
       }
     }
-    state.decay(stage.decay());
+    state.template decay<kChannels>(stage);
     wgmma_settle(sums);
     wgmma_settle(state.values);
     wgmma_fence();
@@ -359,11 +382,11 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args, const Memory<
   if (args.grad_initial != nullptr) state.store(args.grad_initial + owner, args.value_size);
 }
 
-template <typename Format, int kKeySize>
+template <typename Format, int kKeySize, bool kChannels>
 __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     gated_delta_rule_passes(const __grid_constant__ DeltaBackArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  Memory<kKeySize> memory;
+  Memory<kKeySize, kChannels> memory;
   const int group = memory.set_up(shared);
   const int groups = memory.groups;
   grid_dependency_wait();
@@ -376,12 +399,12 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     const Work work(args, groups);
     if (back) {
       load_stages(memory, work.chunks, [&](int count) {
-        copy_stage<kKeySize, true>(args, memory.stage(count), work, work.chunks - 1 - count,
-                                   groups);
+        copy_stage<kKeySize, kChannels, true>(args, memory.stage(count), work,
+                                              work.chunks - 1 - count, groups);
       });
     } else {
       load_stages(memory, work.chunks, [&](int count) {
-        copy_stage<kKeySize, false>(args, memory.stage(count), work, count, groups);
+        copy_stage<kKeySize, kChannels, false>(args, memory.stage(count), work, count, groups);
       });
     }
   } else {
@@ -391,22 +414,25 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     state.column = (work.slice + group) * kDeltaSlice;
     state.real = state.column + state.thread.warp * 16 < args.value_size;
     if (back) {
-      go_back<Format, kKeySize>(args, memory, work, state, group);
+      go_back<Format, kKeySize, kChannels>(args, memory, work, state, group);
     } else {
-      go_forward<Format, kKeySize>(args, memory, work, state, group);
+      go_forward<Format, kKeySize, kChannels>(args, memory, work, state, group);
     }
   }
 }
 
-#define TIERCEL_PASSES(dtype, size)                                            \
-  {DeltaPart::kBackPasses, size, DType::k##dtype, false,                       \
-   Kernel("gated_delta_rule_passes<" #dtype ", K=" #size ">",                  \
-          reinterpret_cast<const void*>(gated_delta_rule_passes<dtype, size>), \
-          delta_back_smem(size, kDeltaGroups))}
+#define TIERCEL_PASSES(dtype, size, channels)                                            \
+  {DeltaPart::kBackPasses, size, DType::k##dtype, channels,                              \
+   Kernel((channels) ? "gated_delta_rule_passes<" #dtype ", K=" #size ", channels>"      \
+                     : "gated_delta_rule_passes<" #dtype ", K=" #size ">",               \
+          reinterpret_cast<const void*>(gated_delta_rule_passes<dtype, size, channels>), \
+          delta_back_smem(size, channels, kDeltaGroups))}
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_PASSES(BFloat16, 128),
-    TIERCEL_PASSES(Float16, 128),
+    TIERCEL_PASSES(BFloat16, 64, false),  TIERCEL_PASSES(BFloat16, 64, true),
+    TIERCEL_PASSES(BFloat16, 128, false), TIERCEL_PASSES(BFloat16, 128, true),
+    TIERCEL_PASSES(Float16, 64, false),   TIERCEL_PASSES(Float16, 64, true),
+    TIERCEL_PASSES(Float16, 128, false),  TIERCEL_PASSES(Float16, 128, true),
 };
 
 }  // namespace

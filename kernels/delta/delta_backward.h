@@ -15,13 +15,13 @@ struct DeltaBackwardPlan {
   const char* passes;     // the second
   const char* gradients;  // the last
   int groups;             // warpgroups that multiply, of the second's blocks
-  int64_t chunk_grid;     // of the first and the last, times Hk
+  int64_t chunk_grid;     // of the first and the last, times Hk, or the first's times Hv
   int64_t pass_grid;
   int64_t workspace;  // float32 elements
 };
 
 // `rule`: what the results were made of, with `out` the results' gradient, and `final_state` the
-// final states', or null; g is [B, T, Hv]. dq, dk, dv as q, k, v, dg and dbeta as g and beta, all
+// final states', or null. dq, dk, dv as q, k, v, dg and dbeta as g and beta, all
 // contiguous; grad_initial [N or B, Hv, K, V] float32, or null.
 struct DeltaBackwardCall {
   DeltaRuleCall rule;

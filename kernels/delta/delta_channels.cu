@@ -20,7 +20,6 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
-constexpr int kAhead = 16;  // gates of a thread that are loaded together
 
 struct Numbers {
   float beta[kTokens];
@@ -61,30 +60,6 @@ struct Tiles {
     unpack<Format>(words, values);
   }
 };
-
-// Sums of the gates of a channel, by a thread each.
-template <int kKeySize>
-__device__ __forceinline__ void sum_gates(const DeltaRuleArgs& args, const DeltaChunk& chunk,
-                                          int head, float* sums) {
-  const int channel = threadIdx.x;
-  if (channel >= kKeySize) return;
-  const int64_t stride = static_cast<int64_t>(args.v_heads) * kKeySize;
-  const float* const from = args.g + chunk.first * stride + head * kKeySize + channel;
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int first = 0; first < kTokens; first += kAhead) {
-    float gates[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      gates[i] = first + i < chunk.rows ? from[(first + i) * stride] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      sum += kLog2E * (gates[i] < kDeltaLeastGate ? kDeltaLeastGate : gates[i]);
-      sums[(first + i) * (kKeySize + 4) + channel] = sum;
-    }
-  }
-}
 
 // Adds the products of the warp's rows with the earlier blocks of 16 columns, and of the lower half
 // of its rows with the upper half's columns.
@@ -162,7 +137,9 @@ __device__ __forceinline__ float2 multiply_rows_of(const Tiles<Format, kKeySize>
   return sums;
 }
 
-template <typename Format, int kKeySize>
+// With kBackward for gradients: the inverse is left without the betas, which go to the factors, and
+// the keys' products go to the workspace too.
+template <typename Format, int kKeySize, bool kBackward>
 __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
     gated_delta_rule_channels(const __grid_constant__ DeltaRuleArgs args) {
   constexpr int kTilePitch = Tiles<Format, kKeySize>::kPitch;
@@ -179,7 +156,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
   const int head = blockIdx.y;
   grid_dependency_wait();
   grid_dependency_launch();
-  if (args.starts != nullptr) {
+  if (!kBackward && args.starts != nullptr) {
     clear_strays<kDeltaChunkThreads>(args, args.out, head, 1, args.value_size);
   }
   const DeltaChunk chunk = delta_chunk(args, blockIdx.x);
@@ -209,6 +186,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
   const int64_t place = static_cast<int64_t>(blockIdx.x) * args.v_heads + head;
   char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
   char* const scores = solved + kDeltaMatrixBytes;
+  char* const products = kBackward ? args.products + place * kDeltaMatrixBytes : nullptr;
   {
     float kk[kTiles][4] = {}, qk[kTiles][4] = {};
     multiply_earlier(tiles, kk, qk);
@@ -224,6 +202,11 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
             make_float2(of_k * norm.x * kk[tile][2 * i], of_k * norm.y * kk[tile][2 * i + 1]);
         *reinterpret_cast<uint32_t*>(scores + (row * kTokens + column) * 2) =
             pack_pair<Format>(of_q * norm.x * qk[tile][2 * i], of_q * norm.y * qk[tile][2 * i + 1]);
+        if constexpr (kBackward) {
+          const float own = numbers.norm_k[row];
+          *reinterpret_cast<uint32_t*>(products + (row * kTokens + column) * 2) =
+              pack_pair<Format>(own * norm.x * kk[tile][2 * i], own * norm.y * kk[tile][2 * i + 1]);
+        }
       }
     }
   }
@@ -242,18 +225,23 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
       if (lane >= 16) continue;
       row = other = warp * 16 + lane;
     }
-    const float2 products = multiply_rows_of(tiles, row, other);
+    const float2 sums_of = multiply_rows_of(tiles, row, other);
     const float norm = numbers.norm_k[other];
     if (round < 2) {
       matrix[row * kDeltaPitch + other] =
-          numbers.beta[row] * numbers.norm_k[row] * norm * products.x;
+          numbers.beta[row] * numbers.norm_k[row] * norm * sums_of.x;
+      if constexpr (kBackward) {
+        const uint32_t word = pack_pair<Format>(numbers.norm_k[row] * norm * sums_of.x, 0.0f);
+        *reinterpret_cast<uint16_t*>(products + (row * kTokens + other) * 2) =
+            static_cast<uint16_t>(word);
+      }
     }
-    const uint32_t word = pack_pair<Format>(numbers.norm_q[row] * norm * products.y, 0.0f);
+    const uint32_t word = pack_pair<Format>(numbers.norm_q[row] * norm * sums_of.y, 0.0f);
     *reinterpret_cast<uint16_t*>(scores + (row * kTokens + other) * 2) =
         static_cast<uint16_t>(word);
   }
   __syncthreads();
-  solve_chunk<Format>(matrix, half, numbers.beta, solved);
+  solve_chunk<Format, !kBackward>(matrix, half, numbers.beta, solved);
 
   char* const to = args.tiles + place * 3 * kTileBytes;
   constexpr int kVectors = kKeySize / 8;
@@ -275,22 +263,23 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
 #pragma unroll
     for (int j = 0; j < 3; ++j) store_vector(to + j * kTileBytes + i * 16, words[j]);
   }
-  if (thread < kKeySize) {
-    args.factors[place * kDeltaFactors + thread] = exp2_approx(*tiles.sum(kTokens - 1, thread));
-  }
+  float* const factors = args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
+  if (thread < kKeySize) factors[thread] = exp2_approx(*tiles.sum(kTokens - 1, thread));
+  if (kBackward && thread < kTokens) factors[kDeltaFactors + thread] = numbers.beta[thread];
 }
 
-#define TIERCEL_CHANNELS(dtype, size)                                            \
-  {DeltaPart::kChunks, size, DType::k##dtype, true,                              \
-   Kernel("gated_delta_rule_channels<" #dtype ", K=" #size ">",                  \
-          reinterpret_cast<const void*>(gated_delta_rule_channels<dtype, size>), \
+#define TIERCEL_CHANNELS(dtype, size, backward)                                            \
+  {backward ? DeltaPart::kBackChunks : DeltaPart::kChunks, size, DType::k##dtype, true,    \
+   Kernel((backward) ? "gated_delta_rule_channels<" #dtype ", K=" #size ", backward>"      \
+                     : "gated_delta_rule_channels<" #dtype ", K=" #size ">",               \
+          reinterpret_cast<const void*>(gated_delta_rule_channels<dtype, size, backward>), \
           delta_channels_smem(size))}
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_CHANNELS(BFloat16, 64),
-    TIERCEL_CHANNELS(BFloat16, 128),
-    TIERCEL_CHANNELS(Float16, 64),
-    TIERCEL_CHANNELS(Float16, 128),
+    TIERCEL_CHANNELS(BFloat16, 64, false), TIERCEL_CHANNELS(BFloat16, 128, false),
+    TIERCEL_CHANNELS(Float16, 64, false),  TIERCEL_CHANNELS(Float16, 128, false),
+    TIERCEL_CHANNELS(BFloat16, 64, true),  TIERCEL_CHANNELS(BFloat16, 128, true),
+    TIERCEL_CHANNELS(Float16, 64, true),   TIERCEL_CHANNELS(Float16, 128, true),
 };
 
 }  // namespace

@@ -147,8 +147,9 @@ const Kernel* delta_find_kernel(DeltaPart part, int64_t key_size, DType dtype, b
            (one.key_size == 0 ||
             (one.key_size == key_size && one.dtype == dtype && one.channels == channels));
   };
-  for (auto* list : {delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels,
-                     delta_back_kernels, delta_gradients_kernels}) {
+  for (auto* list :
+       {delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels, delta_back_kernels,
+        delta_gradients_kernels, delta_channel_gradients_kernels}) {
     const DeltaRuleKernel* found = KernelTable(list).find(fits);
     if (found != nullptr) return &found->kernel;
   }

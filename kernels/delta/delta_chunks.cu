@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
 const DeltaRuleKernel kKernels[] = {
     TIERCEL_CHUNKS(BFloat16, 64, false), TIERCEL_CHUNKS(BFloat16, 128, false),
     TIERCEL_CHUNKS(Float16, 64, false),  TIERCEL_CHUNKS(Float16, 128, false),
-    TIERCEL_CHUNKS(BFloat16, 128, true), TIERCEL_CHUNKS(Float16, 128, true),
+    TIERCEL_CHUNKS(BFloat16, 64, true),  TIERCEL_CHUNKS(BFloat16, 128, true),
+    TIERCEL_CHUNKS(Float16, 64, true),   TIERCEL_CHUNKS(Float16, 128, true),
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/delta/delta_decode.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -11,6 +12,7 @@ namespace tiercel {
 namespace {
 
 constexpr const char* kOp = "gated_delta_rule_decode";
+constexpr int64_t kStreamFrom = 2 * kDefaultMultiprocessors;  // heads of sequences
 
 Status lay_out_states(const DeltaDecodeCall& call, const DeltaSizes& sizes, const Argument& q,
                       DeltaDecodeArgs* args) {
@@ -55,7 +57,7 @@ Status lay_out_states(const DeltaDecodeCall& call, const DeltaSizes& sizes, cons
 
 Status prepare(const DeltaDecodeCall& call, DeltaDecodeArgs* args, DeltaDecodePlan* plan,
                const Kernel** kernel) {
-  *plan = {"none", 0, 0};
+  *plan = {"none", 0, 0, 0};
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {call.q, call.k, call.v, call.beta, call.out},
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
@@ -81,8 +83,13 @@ Status prepare(const DeltaDecodeCall& call, DeltaDecodeArgs* args, DeltaDecodePl
     TIERCEL_RETURN_IF_ERROR(delta_check_place(accepted, q));
     args->accepted = static_cast<const int*>(accepted.view.data);
   }
+  // Blocks that stay gain where each goes through several states, of a token each.
+  const bool stream = sizes.tokens == 1 && sizes.key_size == kDeltaStreamSize &&
+                      sizes.value_size == kDeltaStreamSize &&
+                      sizes.batch * sizes.v_heads > kStreamFrom;
   const DeltaDecodeKernel* found = KernelTable(delta_decode_kernels).find([&](const auto& one) {
-    return one.state == call.states->dtype && one.key_size == sizes.key_size;
+    return one.state == call.states->dtype && one.key_size == sizes.key_size &&
+           one.stream == stream;
   });
   if (found == nullptr) {
     return Status::Unimplemented(std::string(kOp) +
@@ -100,7 +107,8 @@ Status prepare(const DeltaDecodeCall& call, DeltaDecodeArgs* args, DeltaDecodePl
   args->float16 = call.q->dtype == DType::kFloat16;
   args->scale = delta_scale(call.scale, sizes.key_size);
   args->l2norm = call.qk_l2norm;
-  const int64_t grid = sizes.batch * sizes.v_heads * (sizes.value_size / kDeltaDecodeColumns);
+  const int64_t units = sizes.batch * sizes.v_heads;
+  const int64_t grid = units * (sizes.value_size / kDeltaDecodeColumns);
   if (grid == 0 || sizes.tokens == 0) return Status();
   if (grid > INT32_MAX || sizes.tokens > INT32_MAX || sizes.value_size > INT32_MAX) {
     return Status::Unimplemented(std::string(kOp) + ": too many heads or tokens for one launch");
@@ -109,8 +117,15 @@ Status prepare(const DeltaDecodeCall& call, DeltaDecodeArgs* args, DeltaDecodePl
   args->k_heads = static_cast<int>(sizes.k_heads);
   args->v_heads = static_cast<int>(sizes.v_heads);
   args->value_size = static_cast<int>(sizes.value_size);
+  args->sequences = static_cast<int>(sizes.batch);
   *kernel = &found->kernel;
-  *plan = {(*kernel)->name(), static_cast<unsigned>(grid), kDeltaDecodeThreads};
+  *plan = {(*kernel)->name(), static_cast<unsigned>(grid), kDeltaDecodeThreads, 0};
+  if (stream) {
+    plan->grid = static_cast<unsigned>(std::min<int64_t>(units, kDefaultMultiprocessors));
+    plan->block = kDeltaStreamThreads;
+    plan->dynamic_smem =
+        static_cast<unsigned>(delta_stream_smem(static_cast<int>(dtype_bytes(found->state))));
+  }
   return Status();
 }
 
@@ -131,6 +146,7 @@ Status delta_decode(const DeltaDecodeCall& call, void* stream) {
   LaunchConfig config;
   config.grid.x = plan.grid;
   config.block.x = plan.block;
+  config.dynamic_smem = plan.dynamic_smem;
   config.dependent = true;
   void* arguments[] = {&args};
   return kernel->launch(config, call.q->device_index, stream, arguments);

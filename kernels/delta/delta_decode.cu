@@ -1,13 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step of the gated delta rule: a block has 32 columns of a head's state in registers, reads and
 // writes them once, and goes through the tokens in between.
+//
+// A block of that reads, waits, computes and writes, one after the other, and has 16 KB: too little
+// is under way. So for a token of each of many sequences there are blocks that stay: each has
+// several whole states of a head in shared memory, of which one is computed while others are on
+// their way in or out by bulk copies. Results have the same bits.
 #include <cstdint>
 
 #include "kernels/delta/delta_kernels.h"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 namespace {
@@ -44,29 +51,169 @@ __device__ __forceinline__ void store_state(char* address, const float (&values)
   store_vector(address, words);
 }
 
-// Sums over the rows of a state, of the block's columns and of the keys and queries alone.
+// Sums over the rows of a state, of a slice's columns and of the keys and queries alone.
 struct Sums {
   float of_k[kDeltaDecodeColumns];  // the state's product with the key
   float of_q[kDeltaDecodeColumns];
   float alone[4];  // q k, q q, k k
 };
 
+__device__ __forceinline__ char* at(const DeltaHeads& heads, int64_t sequence, int token, int head,
+                                    int element) {
+  return heads.data + sequence * heads.batch + token * heads.token + head * heads.head +
+         element * 2;
+}
+
+// A thread's part of a slice: some rows, 4 columns.
+template <int kKeySize>
+struct Part {
+  static constexpr int kRows = kKeySize / kGroups;
+  int in_slice;  // the first column
+  int column;
+  int first_row;
+
+  __device__ __forceinline__ explicit Part(int slice) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
+    in_slice = lane % kLanes * kColumns;
+    column = slice * kDeltaDecodeColumns + in_slice;
+    first_row = (lane / kLanes + warp * (32 / kLanes)) * kRows;
+  }
+};
+
+// What a thread needs of a token, as it was loaded.
+template <int kKeySize>
+struct Token {
+  static constexpr int kRows = Part<kKeySize>::kRows;
+  uint32_t k[kRows / 2], q[kRows / 2], v[kColumns / 2], beta;
+  float gates[kRows];
+
+  // All loads before anything waits for one.
+  __device__ __forceinline__ void load(const DeltaDecodeArgs& args, const Part<kKeySize>& part,
+                                       int64_t sequence, int token, int head) {
+    const int key_head = head / (args.v_heads / args.k_heads);
+    const int64_t number = (sequence * args.tokens + token) * args.v_heads + head;
+    load_vector(k, at(args.k, sequence, token, key_head, part.first_row));
+    load_vector(q, at(args.q, sequence, token, key_head, part.first_row));
+    load_vector(v, at(args.v, sequence, token, head, part.column));
+    if (args.beta_float) {
+      beta = *reinterpret_cast<const uint32_t*>(args.beta + number * 4);
+    } else {
+      beta = *reinterpret_cast<const uint16_t*>(args.beta + number * 2);
+    }
+    if (args.per_channel) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) gates[r] = args.g[number * kKeySize + part.first_row + r];
+    } else {
+      gates[0] = args.g[number];
+    }
+  }
+};
+
+// Goes through a token: stores its results at `out`, and changes the state. `sums` has room for a
+// slice, and is another one for the next token: a fast warp writes that while others still read
+// this one's. `synchronize` is a barrier of the slice's threads.
+template <int kKeySize, typename Synchronize>
+__device__ __forceinline__ void step(const DeltaDecodeArgs& args, const Part<kKeySize>& part,
+                                     const Token<kKeySize>& token, Sums (&sums)[kWarps],
+                                     float (&state)[Part<kKeySize>::kRows][kColumns], char* out,
+                                     Synchronize synchronize) {
+  constexpr int kRows = Part<kKeySize>::kRows;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
+  float k[kRows], q[kRows], v[kColumns];
+  unpack_halves(token.k, args.float16, k);
+  unpack_halves(token.q, args.float16, q);
+  unpack_halves(token.v, args.float16, v);
+  float beta = __uint_as_float(token.beta);
+  if (!args.beta_float) {
+    beta = args.float16 ? Float16::from_bits(token.beta) : BFloat16::from_bits(token.beta);
+  }
+  float of_k[kColumns] = {}, of_q[kColumns] = {};
+  float alone[3] = {};
+  float decay = exp2_approx(kLog2E * token.gates[0]);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (args.per_channel) decay = exp2_approx(kLog2E * token.gates[r]);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      state[r][c] *= decay;
+      of_k[c] = fmaf(k[r], state[r][c], of_k[c]);
+      of_q[c] = fmaf(q[r], state[r][c], of_q[c]);
+    }
+    alone[0] = fmaf(q[r], k[r], alone[0]);
+    alone[1] = fmaf(q[r], q[r], alone[1]);
+    alone[2] = fmaf(k[r], k[r], alone[2]);
+  }
+  const auto over_lanes = [](float& value) {
+#pragma unroll
+    for (int lanes = kLanes; lanes < 32; lanes *= 2) {
+      value += __shfl_xor_sync(kFullWarp, value, lanes);
+    }
+  };
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) over_lanes(of_k[c]), over_lanes(of_q[c]);
+#pragma unroll
+  for (float& value : alone) over_lanes(value);
+  if (lane < kLanes) {
+    *reinterpret_cast<float4*>(&sums[warp].of_k[part.in_slice]) =
+        make_float4(of_k[0], of_k[1], of_k[2], of_k[3]);
+    *reinterpret_cast<float4*>(&sums[warp].of_q[part.in_slice]) =
+        make_float4(of_q[0], of_q[1], of_q[2], of_q[3]);
+    if (lane == 0) {
+      *reinterpret_cast<float4*>(sums[warp].alone) =
+          make_float4(alone[0], alone[1], alone[2], 0.0f);
+    }
+  }
+  synchronize();
+  float4 from_k = {}, from_q = {}, numbers = {};
+  const auto add = [](float4& to, const float* from) {
+    const float4 one = *reinterpret_cast<const float4*>(from);
+    to.x += one.x, to.y += one.y, to.z += one.z, to.w += one.w;
+  };
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    add(from_k, &sums[w].of_k[part.in_slice]);
+    add(from_q, &sums[w].of_q[part.in_slice]);
+    add(numbers, sums[w].alone);
+  }
+  const float norm_q = args.l2norm ? rsqrtf(numbers.y + kDeltaNormEps) : 1.0f;
+  const float norm_k = args.l2norm ? rsqrtf(numbers.z + kDeltaNormEps) : 1.0f;
+  const float seen[kColumns] = {from_k.x, from_k.y, from_k.z, from_k.w};
+  const float asked[kColumns] = {from_q.x, from_q.y, from_q.z, from_q.w};
+  float change[kColumns], result[kColumns];
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    // The part of the new value that the state lacks; the key's norm is a factor that follows.
+    change[c] = norm_k * beta * fmaf(-norm_k, seen[c], v[c]);
+    result[c] = args.scale * norm_q * fmaf(numbers.x, change[c], asked[c]);
+  }
+  if (threadIdx.x % kDeltaDecodeThreads < kLanes) {
+    uint32_t words[kColumns / 2];
+    if (args.float16) {
+      pack<Float16>(result, words);
+    } else {
+      pack<BFloat16>(result, words);
+    }
+    store_vector(out, words);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) state[r][c] = fmaf(k[r], change[c], state[r][c]);
+  }
+}
+
 template <typename State, int kKeySize>
 __global__ void __launch_bounds__(kDeltaDecodeThreads, 4)
     gated_delta_rule_decode(const __grid_constant__ DeltaDecodeArgs args) {
-  constexpr int kRows = kKeySize / kGroups;  // of a thread
+  constexpr int kRows = Part<kKeySize>::kRows;
   __shared__ alignas(16) Sums shared[2][kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slices = args.value_size / kDeltaDecodeColumns;
   const int slice = blockIdx.x % slices;
   const int head = blockIdx.x / slices % args.v_heads;
   const int64_t sequence = blockIdx.x / slices / args.v_heads;
-  const int in_block = lane % kLanes * kColumns;
-  const int column = slice * kDeltaDecodeColumns + in_block;
-  const int first_row = (lane / kLanes + warp * (32 / kLanes)) * kRows;
-  const int key_head = head / (args.v_heads / args.k_heads);
+  const Part<kKeySize> part(slice);
   const int64_t offset =
-      ((static_cast<int64_t>(head) * kKeySize + first_row) * args.value_size + column) *
+      ((static_cast<int64_t>(head) * kKeySize + part.first_row) * args.value_size + part.column) *
       State::kBytes;
   const int64_t row_stride = static_cast<int64_t>(args.value_size) * State::kBytes;
   grid_dependency_wait();
@@ -100,126 +247,155 @@ __global__ void __launch_bounds__(kDeltaDecodeThreads, 4)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) store_state<State>(to + r * row_stride, state[r]);
   };
-  const auto at = [&](const DeltaHeads& heads, int token, int of_head, int element) {
-    return heads.data + sequence * heads.batch + token * heads.token + of_head * heads.head +
-           element * 2;
-  };
-
 #pragma unroll 1
-  for (int token = 0; token < args.tokens; ++token) {
-    const int64_t number = (sequence * args.tokens + token) * args.v_heads + head;
-    // All loads before anything waits for one.
-    uint32_t k_words[kRows / 2], q_words[kRows / 2], v_words[kColumns / 2], beta_word;
-    float gates[kRows];
-    load_vector(k_words, at(args.k, token, key_head, first_row));
-    load_vector(q_words, at(args.q, token, key_head, first_row));
-    load_vector(v_words, at(args.v, token, head, column));
-    if (args.beta_float) {
-      beta_word = *reinterpret_cast<const uint32_t*>(args.beta + number * 4);
-    } else {
-      beta_word = *reinterpret_cast<const uint16_t*>(args.beta + number * 2);
-    }
-    if (args.per_channel) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) gates[r] = args.g[number * kKeySize + first_row + r];
-    } else {
-      gates[0] = args.g[number];
-    }
-    float k[kRows], q[kRows], v[kColumns];
-    unpack_halves(k_words, args.float16, k);
-    unpack_halves(q_words, args.float16, q);
-    unpack_halves(v_words, args.float16, v);
-    float beta = __uint_as_float(beta_word);
-    if (!args.beta_float) {
-      beta = args.float16 ? Float16::from_bits(beta_word) : BFloat16::from_bits(beta_word);
-    }
-    float of_k[kColumns] = {}, of_q[kColumns] = {};
-    float alone[3] = {};
-    float decay = exp2_approx(kLog2E * gates[0]);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (args.per_channel) decay = exp2_approx(kLog2E * gates[r]);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        state[r][c] *= decay;
-        of_k[c] = fmaf(k[r], state[r][c], of_k[c]);
-        of_q[c] = fmaf(q[r], state[r][c], of_q[c]);
-      }
-      alone[0] = fmaf(q[r], k[r], alone[0]);
-      alone[1] = fmaf(q[r], q[r], alone[1]);
-      alone[2] = fmaf(k[r], k[r], alone[2]);
-    }
-    const auto over_lanes = [](float& value) {
-#pragma unroll
-      for (int lanes = kLanes; lanes < 32; lanes *= 2) {
-        value += __shfl_xor_sync(kFullWarp, value, lanes);
-      }
-    };
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) over_lanes(of_k[c]), over_lanes(of_q[c]);
-#pragma unroll
-    for (float& value : alone) over_lanes(value);
-    // Two copies in turn: a fast warp writes the next token's while others still read this one's.
-    Sums(&sums)[kWarps] = shared[token % 2];
-    if (lane < kLanes) {
-      *reinterpret_cast<float4*>(&sums[warp].of_k[in_block]) =
-          make_float4(of_k[0], of_k[1], of_k[2], of_k[3]);
-      *reinterpret_cast<float4*>(&sums[warp].of_q[in_block]) =
-          make_float4(of_q[0], of_q[1], of_q[2], of_q[3]);
-      if (lane == 0) {
-        *reinterpret_cast<float4*>(sums[warp].alone) =
-            make_float4(alone[0], alone[1], alone[2], 0.0f);
-      }
-    }
-    __syncthreads();
-    float4 from_k = {}, from_q = {}, numbers = {};
-    const auto add = [](float4& to, const float* from) {
-      const float4 one = *reinterpret_cast<const float4*>(from);
-      to.x += one.x, to.y += one.y, to.z += one.z, to.w += one.w;
-    };
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      add(from_k, &sums[w].of_k[in_block]);
-      add(from_q, &sums[w].of_q[in_block]);
-      add(numbers, sums[w].alone);
-    }
-    const float norm_q = args.l2norm ? rsqrtf(numbers.y + kDeltaNormEps) : 1.0f;
-    const float norm_k = args.l2norm ? rsqrtf(numbers.z + kDeltaNormEps) : 1.0f;
-    const float seen[kColumns] = {from_k.x, from_k.y, from_k.z, from_k.w};
-    const float asked[kColumns] = {from_q.x, from_q.y, from_q.z, from_q.w};
-    float result[kColumns], change[kColumns];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      // The part of the new value that the state lacks; the key's norm is a factor that follows.
-      change[c] = norm_k * beta * fmaf(-norm_k, seen[c], v[c]);
-      result[c] = args.scale * norm_q * fmaf(numbers.x, change[c], asked[c]);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) state[r][c] = fmaf(k[r], change[c], state[r][c]);
-    }
-    if (threadIdx.x < kLanes) {
-      uint32_t words[kColumns / 2];
-      if (args.float16) {
-        pack<Float16>(result, words);
-      } else {
-        pack<BFloat16>(result, words);
-      }
-      store_vector(at(args.out, token, head, column), words);
-    }
-    if (args.columns > 1) store(token);
+  for (int number = 0; number < args.tokens; ++number) {
+    Token<kKeySize> token;
+    token.load(args, part, sequence, number, head);
+    step<kKeySize>(args, part, token, shared[number % 2], state,
+                   at(args.out, sequence, number, head, part.column), [] { __syncthreads(); });
+    if (args.columns > 1) store(number);
   }
   if (args.columns <= 1) store(0);
 }
 
+// A token of each of many sequences: a block goes from state to state, of 128 columns, of which one
+// warp keeps copies to and from shared memory under way.
+template <typename State>
+struct Stream {
+  static constexpr int kStages = delta_stream_stages(State::kBytes);
+  static constexpr int kState = kDeltaStreamSize * kDeltaStreamSize * State::kBytes;
+  static constexpr int kWarpCount = (kDeltaStreamThreads - 32) / 32;
+  char states[kStages][kState];
+  Sums sums[kDeltaStreamSize / kDeltaDecodeColumns][2][kWarps];
+  uint64_t full[kStages];
+  uint64_t changed[kStages];
+  bool real[kStages];  // the state has a slot
+};
+static_assert(sizeof(Stream<Float32>) <= delta_stream_smem(4));
+static_assert(sizeof(Stream<BFloat16>) <= delta_stream_smem(2));
+
+// Copies shared memory to global memory; `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_store(char* to, const char* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all stores have read their shared memory.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// By one thread: loads states in turn, and stores each once it is changed.
+template <typename State>
+__device__ __forceinline__ void copy_states(const DeltaDecodeArgs& args, Stream<State>& stream,
+                                            int units) {
+  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
+  const auto place = [&](int unit) -> char* {
+    const int sequence = unit / args.v_heads;
+    const int64_t slot = args.indices == nullptr ? sequence : args.indices[sequence];
+    if (slot < 0 || slot >= args.slots) return nullptr;
+    return args.states + slot * args.slot_stride + int64_t{unit % args.v_heads} * kState;
+  };
+  const int step = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
+  const int count = (units - own + step - 1) / step;
+  char* places[kStages];
+#pragma unroll 1
+  for (int first = 0; first < count + kStages; first += kStages) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      const int number = first + stage, before = number - kStages;
+      char* const next = number < count ? place(own + number * step) : nullptr;
+      if (before >= 0 && before < count) {
+        mbarrier_wait(&stream.changed[stage], before / kStages & 1);
+        if (places[stage] != nullptr) {
+          bulk_store(places[stage], stream.states[stage], kState);
+          bulk_wait_read();
+        }
+      }
+      places[stage] = next;
+      if (number >= count) continue;
+      stream.real[stage] = next != nullptr;
+      if (next == nullptr) {
+        mbarrier_arrive(&stream.full[stage]);
+      } else {
+        mbarrier_expect(&stream.full[stage], kState);
+        bulk_load(stream.states[stage], next, kState, &stream.full[stage]);
+      }
+    }
+  }
+}
+
+template <typename State>
+__global__ void __launch_bounds__(kDeltaStreamThreads, 1)
+    gated_delta_rule_decode_stream(const __grid_constant__ DeltaDecodeArgs args) {
+  constexpr int kKeySize = kDeltaStreamSize, kRows = Part<kKeySize>::kRows;
+  constexpr int kStages = Stream<State>::kStages;
+  constexpr int kRowBytes = kDeltaStreamSize * State::kBytes;
+  extern __shared__ __align__(128) char shared[];
+  Stream<State>& stream = *reinterpret_cast<Stream<State>*>(shared);
+  const int units = args.sequences * args.v_heads;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(&stream.full[stage], 1);
+      mbarrier_init(&stream.changed[stage], Stream<State>::kWarpCount);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  grid_dependency_wait();
+  grid_dependency_launch();
+  if (threadIdx.x / 32 == Stream<State>::kWarpCount) {
+    if (threadIdx.x % 32 == 0) copy_states(args, stream, units);
+    return;
+  }
+
+  const int slice = threadIdx.x / kDeltaDecodeThreads;
+  const Part<kKeySize> part(slice);
+  int number = 0;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x, ++number) {
+    const int sequence = unit / args.v_heads, head = unit % args.v_heads;
+    Token<kKeySize> token;
+    token.load(args, part, sequence, 0, head);  // while the state is on its way
+    const int stage = number % kStages;
+    mbarrier_wait(&stream.full[stage], number / kStages & 1);
+    const bool real = stream.real[stage];
+    char* const place =
+        stream.states[stage] + part.first_row * kRowBytes + part.column * State::kBytes;
+    float state[kRows][kColumns];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      load_state(place + r * kRowBytes, State(), state[r]);
+#pragma unroll
+      for (float& value : state[r]) value = real ? value : 0.0f;
+    }
+    char* const out = at(args.out, sequence, 0, head, part.column);
+    step<kKeySize>(args, part, token, stream.sums[slice][number % 2], state, out, [&] {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(kDeltaDecodeThreads) : "memory");
+    });
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) store_state<State>(place + r * kRowBytes, state[r]);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&stream.changed[stage]);
+  }
+}
+
 #define TIERCEL_DECODE(state, size)                           \
-  {DType::k##state, size,                                     \
+  {DType::k##state, size, false,                              \
    Kernel("gated_delta_rule_decode<" #state ", K=" #size ">", \
           reinterpret_cast<const void*>(gated_delta_rule_decode<state, size>))}
+#define TIERCEL_STREAM(state)                                                   \
+  {DType::k##state, kDeltaStreamSize, true,                                     \
+   Kernel("gated_delta_rule_decode_stream<" #state ">",                         \
+          reinterpret_cast<const void*>(gated_delta_rule_decode_stream<state>), \
+          delta_stream_smem(state::kBytes))}
 
-const DeltaDecodeKernel kKernels[] = {TIERCEL_DECODE(Float32, 64), TIERCEL_DECODE(Float32, 128),
-                                      TIERCEL_DECODE(BFloat16, 64), TIERCEL_DECODE(BFloat16, 128)};
+const DeltaDecodeKernel kKernels[] = {TIERCEL_DECODE(Float32, 64),  TIERCEL_DECODE(Float32, 128),
+                                      TIERCEL_DECODE(BFloat16, 64), TIERCEL_DECODE(BFloat16, 128),
+                                      TIERCEL_STREAM(Float32),      TIERCEL_STREAM(BFloat16)};
 
 }  // namespace
 

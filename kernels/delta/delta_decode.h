@@ -16,6 +16,7 @@ struct DeltaDecodePlan {
   const char* kernel;  // "none" if there is nothing to do
   unsigned grid;
   unsigned block;
+  unsigned dynamic_smem;
 };
 
 // q, k [B, T, Hk, K] and v, out [B, T, Hv, V] bfloat16 or float16 with contiguous heads, Hv a

@@ -39,16 +39,28 @@ struct DeltaDecodeArgs {
   bool per_channel;
   bool float16;     // q, k, v, out; otherwise bfloat16
   bool beta_float;  // otherwise as q
+  int sequences;
 };
 
 struct DeltaDecodeKernel {
   DType state;
   int key_size;
+  bool stream;  // blocks that stay, for a token of each sequence
   Kernel kernel;
 };
 
 inline constexpr int kDeltaDecodeThreads = 128;
 inline constexpr int kDeltaDecodeColumns = 32;  // of a state, per block
+inline constexpr int kDeltaStreamSize = 128;    // of keys and of values
+// A slice of the columns has kDeltaDecodeThreads; one more warp copies.
+inline constexpr int kDeltaStreamThreads =
+    kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 32;
+constexpr int delta_stream_stages(int bytes) { return bytes == 4 ? 3 : 6; }
+constexpr int delta_stream_smem(int bytes) {
+  // Whole states, sums of each slice, twice, and barriers.
+  return delta_stream_stages(bytes) * kDeltaStreamSize * kDeltaStreamSize * bytes +
+         kDeltaStreamSize / kDeltaDecodeColumns * 2 * 4 * 4 * (2 * kDeltaDecodeColumns + 4) + 256;
+}
 
 const DeltaDecodeKernel* delta_decode_kernels(int* count);
 
@@ -83,17 +95,19 @@ struct DeltaRuleArgs {
   int value_size;
   float scale;
   bool l2norm;
+  char* products;  // for gradients with a gate per channel: the keys' with each other, a matrix
 };
 
 // Gradients. The workspace has the matrices, of which the first is the inverse of I + A without the
-// betas, and kDeltaBackFactors numbers; and of each chunk and head, of 16-bit elements: the states
-// before it and their gradients after it, transposed [V, K]; and [64, V]: the values less what the
-// keys find, what tokens write, and the gradient of the former times the betas.
+// betas, and kDeltaBackFactors numbers; with a gate per channel the tiles and the keys' products;
+// and of each chunk and head, of 16-bit elements: the states before it and their gradients after
+// it, transposed [V, K]; and [64, V]: the values less what the keys find, what tokens write, and
+// the gradient of the former times the betas.
 struct DeltaBackArgs : DeltaRuleArgs {
   DeltaHeads grad;          // of the results
   const float* grad_final;  // of the final states, [count, Hv, K, V], or null
   DeltaHeads dq, dk, dv;    // contiguous
-  float* dg;                // [tokens, Hv]
+  float* dg;                // as g
   char* dbeta;              // likewise, as beta
   float* grad_initial;      // [count, Hv, K, V] or null
   char* states;
@@ -150,22 +164,29 @@ constexpr int delta_rule_smem(int key_size, bool channels, int groups) {
 
 // A stage of the passes for gradients has tiles of keys and queries, both matrices, and factors.
 inline constexpr int kDeltaBackFactorBytes = 2048;
-inline constexpr int kDeltaBackStages = 3;
-constexpr int delta_back_stage(int key_size, int groups) {
-  return 2 * kDeltaChunk * 2 * key_size + 2 * kDeltaMatrixBytes + kDeltaBackFactorBytes +
-         groups * kDeltaChunk * kDeltaSlice * 2;
+constexpr int delta_back_stages(bool channels) { return channels ? 2 : 3; }
+constexpr int delta_back_stage(int key_size, bool channels, int groups) {
+  return (channels ? 3 : 2) * kDeltaChunk * 2 * key_size + 2 * kDeltaMatrixBytes +
+         kDeltaBackFactorBytes + groups * kDeltaChunk * kDeltaSlice * 2;
 }
-constexpr int delta_back_smem(int key_size, int groups) {
-  return kDeltaBackStages * (delta_back_stage(key_size, groups) + 16);
+constexpr int delta_back_smem(int key_size, bool channels, int groups) {
+  return delta_back_stages(channels) * (delta_back_stage(key_size, channels, groups) + 16);
 }
 
 inline constexpr int kDeltaGradientThreads = 256;
 inline constexpr int kDeltaGradientNumbers = 16 * kDeltaChunk;  // floats
+inline constexpr int kDeltaChannelNumbers = 28 * kDeltaChunk;
 constexpr int delta_gradients_smem(int key_size) {
   // q and k; twice, of 64 columns of v, three tiles of tokens and two of states; two matrices; all
   // with rows of 16 bytes more.
   const int keys = kDeltaChunk * (2 * key_size + 16), values = kDeltaChunk * (2 * kDeltaSlice + 16);
   return 2 * keys + 2 * (3 * values + 2 * keys) + 2 * values + kDeltaGradientNumbers * 4;
+}
+constexpr int delta_channel_gradients_smem(int key_size) {
+  // As above with one stage, and matrices [64, K] of float32: the sums of the gates, and two more.
+  const int keys = kDeltaChunk * (2 * key_size + 16), values = kDeltaChunk * (2 * kDeltaSlice + 16);
+  return 2 * keys + 3 * values + 2 * keys + 2 * values + kDeltaChunk * (3 * key_size + 20) * 4 +
+         kDeltaChannelNumbers * 4;
 }
 
 const DeltaRuleKernel* delta_chunks_kernels(int* count);
@@ -173,6 +194,7 @@ const DeltaRuleKernel* delta_channels_kernels(int* count);
 const DeltaRuleKernel* delta_rule_kernels(int* count);
 const DeltaRuleKernel* delta_back_kernels(int* count);
 const DeltaRuleKernel* delta_gradients_kernels(int* count);
+const DeltaRuleKernel* delta_channel_gradients_kernels(int* count);
 
 // The gated norm of the output.
 struct GatedNormArgs {

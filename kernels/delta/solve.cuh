@@ -17,7 +17,8 @@ inline constexpr int kDeltaBlock = kDeltaHalf / 2;
 inline constexpr int kDeltaPitch = kDeltaChunk + 4;     // floats between rows of the matrix
 inline constexpr int kDeltaHalfPitch = kDeltaHalf + 4;  // and of a half
 inline constexpr float kDeltaLeastGate =
-    -100.0f;  // no decay is stronger; sums' differences stay numbers
+    -100.0f;                            // no decay is stronger; sums' differences stay numbers
+inline constexpr int kDeltaAhead = 16;  // gates of a thread that are loaded together
 
 // Inverts the unit lower triangular matrix whose part below the diagonal is
 // given, 16x16, in place: a lane has a column, as has the lane 16 further.
@@ -219,6 +220,30 @@ __device__ __forceinline__ DeltaChunk delta_chunk(const DeltaRuleArgs& args, int
   const int64_t first = sequence.begin + chunk * kDeltaChunk;
   if (chunk < 0 || first >= sequence.end) return {0, 0};
   return {first, static_cast<int>(min(int64_t{kDeltaChunk}, sequence.end - first))};
+}
+
+// Sums of the gates of a channel, by a thread each.
+template <int kKeySize>
+__device__ __forceinline__ void sum_gates(const DeltaRuleArgs& args, const DeltaChunk& chunk,
+                                          int head, float* sums) {
+  const int channel = threadIdx.x;
+  if (channel >= kKeySize) return;
+  const int64_t stride = static_cast<int64_t>(args.v_heads) * kKeySize;
+  const float* const from = args.g + chunk.first * stride + head * kKeySize + channel;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < kDeltaChunk; first += kDeltaAhead) {
+    float gates[kDeltaAhead];
+#pragma unroll
+    for (int i = 0; i < kDeltaAhead; ++i) {
+      gates[i] = first + i < chunk.rows ? from[(first + i) * stride] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kDeltaAhead; ++i) {
+      sum += kLog2E * (gates[i] < kDeltaLeastGate ? kDeltaLeastGate : gates[i]);
+      sums[(first + i) * (kKeySize + 4) + channel] = sum;
+    }
+  }
 }
 
 // Zeros for a block's tokens of no sequence, in some heads of `size` elements.

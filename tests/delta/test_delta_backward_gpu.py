@@ -14,7 +14,7 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 LEAST = torch.finfo(torch.float32).tiny
 
 
-def problem(batch, tokens, heads, sizes, dtype=torch.bfloat16, seed=0, gate=2.0):
+def problem(batch, tokens, heads, sizes, dtype=torch.bfloat16, seed=0, gate=2.0, channels=False):
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def random(*shape):
@@ -22,7 +22,8 @@ def problem(batch, tokens, heads, sizes, dtype=torch.bfloat16, seed=0, gate=2.0)
 
     q, k = (random(batch, tokens, heads[0], sizes[0]).to(dtype) for _ in range(2))
     v, grad = (random(batch, tokens, heads[1], sizes[1]).to(dtype) for _ in range(2))
-    g = torch.nn.functional.logsigmoid(random(*v.shape[:3]) + gate)
+    g = random(*v.shape[:3], *([sizes[0]] if channels else []))
+    g = torch.nn.functional.logsigmoid(g + gate)
     return grad, (q, k, v, g, random(*v.shape[:3]).sigmoid())
 
 
@@ -63,20 +64,23 @@ def check(grad, inputs, initial=None, grad_final=None, starts=None):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 64, 150])
-@pytest.mark.parametrize("sizes", [(128, 32), (128, 128)])
-def test_gradients(sizes, tokens, dtype):
+@pytest.mark.parametrize("sizes", [(64, 32), (64, 128), (128, 32), (128, 128)])
+def test_gradients(sizes, tokens, dtype, channels):
+    more = {"channels": channels}
     initial, grad_final = states(2, 4, *sizes), states(2, 4, *sizes, seed=8)
-    check(*problem(2, tokens, (2, 4), sizes, dtype), initial, grad_final)
+    check(*problem(2, tokens, (2, 4), sizes, dtype, **more), initial, grad_final)
     if tokens > 1:  # of a token alone, gradients may be near zero
-        check(*problem(2, tokens, (2, 4), sizes, dtype, seed=1))
+        check(*problem(2, tokens, (2, 4), sizes, dtype, seed=1, **more))
 
 
 @pytest.mark.sanitize
-def test_packed():
+@pytest.mark.parametrize("channels", [False, True])
+def test_packed(channels):
     starts = torch.tensor([3, 3, 70, 134, 135, 300], device="cuda", dtype=torch.int32)
-    grad, inputs = problem(1, 310, (1, 2), (128, 32))
+    grad, inputs = problem(1, 310, (1, 2), (128, 32), channels=channels)
     initial, grad_final = states(5, 2, 128, 32), states(5, 2, 128, 32, seed=8)
     got = check(grad, inputs, initial, grad_final, starts)
     for each in got[:5]:
@@ -84,20 +88,27 @@ def test_packed():
     assert torch.equal(got[5][0], grad_final[0])
 
 
-@pytest.mark.parametrize(("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (4, 8))])
-def test_heads_of_models(batch, heads):
-    check(*problem(batch, 300, heads, (128, 128)))
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (4, 8)), (1, (32, 32))]
+)
+def test_heads_of_models(batch, heads, channels):
+    check(*problem(batch, 300, heads, (128, 128), channels=channels))
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 8.0])
-def test_decay(gate):
-    grad, inputs = problem(1, 500, (1, 2), (128, 128), gate=gate)
-    check(grad, inputs, states(1, 2, 128, 128), states(1, 2, 128, 128, seed=8))
+def test_decay(gate, channels):
+    """Where states are lost at once only the last token has a gradient of the final states: that
+    of beta is one product, near zero in some of many heads."""
+    more = states(1, 16, 128, 128), states(1, 16, 128, 128, seed=8)
+    check(*problem(1, 500, (8, 16), (128, 128), gate=gate, channels=channels), *more)
 
 
-def test_many_blocks_at_once_are_reproducible():
+@pytest.mark.parametrize("channels", [False, True])
+def test_many_blocks_at_once_are_reproducible(channels):
     """Any order of blocks and warps gives the same bits; and what a short part of it is right."""
-    grad, inputs = problem(4, 2100, (8, 16), (128, 128))
+    grad, inputs = problem(4, 2100, (8, 16), (128, 128), channels=channels)
     first = run(grad, inputs)
     for _ in range(5):
         for each, other in zip(first, run(grad, inputs), strict=True):

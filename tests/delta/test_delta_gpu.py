@@ -60,6 +60,32 @@ def test_decode(sizes, dtype, state, channels):
     decode(inputs, states, slots, torch.tensor([1, 3], device="cuda", dtype=torch.int32), False)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+def test_many_states_stream_through_shared_memory(state, channels):
+    """Blocks go through several states each; the bits are those of blocks that have one, in any
+    run."""
+    inputs = problem(40, 1, (8, 32), (128, 128), channels=channels)
+    first = torch.randn(50, 32, 128, 128, device="cuda").to(state)
+    slots = torch.randperm(50, device="cuda")[:40].int()
+    slots[7], slots[20], slots[39] = -1, 50, -(2**31)
+    pools, outs = [], []
+    for _ in range(3):
+        pools.append(first.clone())
+        outs.append(torch.empty_like(inputs[2]))
+        tiercel.gated_delta_rule_decode(*inputs, pools[-1], outs[-1], slots, qk_l2norm=True)
+        assert torch.equal(outs[-1], outs[0]) and torch.equal(pools[-1], pools[0])
+    few, pool = [], first.clone()
+    for begin in range(0, 40, 4):
+        part = slice(begin, begin + 4)
+        given = [t[part].contiguous() for t in inputs]
+        few.append(torch.empty_like(given[2]))
+        tiercel.gated_delta_rule_decode(*given, pool, few[-1], slots[part], qk_l2norm=True)
+    assert torch.equal(torch.cat(few), outs[0]) and torch.equal(pool, pools[0])
+    decode(inputs, first, slots)
+
+
 @pytest.mark.parametrize("batch", [1, 7, 64, 200])
 @pytest.mark.parametrize("heads", [(16, 32), (2, 8)])
 def test_steps_of_models(heads, batch):

@@ -62,6 +62,18 @@ def test_decode(sizes):
     assert got["kernel"] == f"gated_delta_rule_decode<Float32, K={sizes[0]}>"
 
 
+def test_decode_of_many_sequences():
+    """Blocks that stay, where each has several states of 128 x 128 and one token."""
+    assert "stream" not in decode(ExchangeTensor, batch=66)["kernel"]
+    for state, kernel in (("float32", "Float32"), ("bfloat16", "BFloat16")):
+        states = ExchangeTensor(9, 4, 128, 128, dtype=state)
+        got = decode(ExchangeTensor, batch=67, states=states)
+        assert got["kernel"] == f"gated_delta_rule_decode_stream<{kernel}>"
+        assert (got["grid"], got["block"]) == (132, 544) and got["dynamic_smem"] <= 227 << 10
+    for given in ({"tokens": 2}, {"sizes": (64, 128)}, {"sizes": (128, 256)}):
+        assert "stream" not in decode(ExchangeTensor, batch=67, **given)["kernel"]
+
+
 def test_nothing_to_do():
     for given in ({"batch": 0}, {"tokens": 0}, {"heads": (2, 0)}):
         assert decode(ExchangeTensor, **given)["kernel"] == "none"
@@ -129,10 +141,26 @@ def test_backward(make):
     assert (got["groups"], got["pass_grid"]) == (1, 2 * 3 * 4 * 2)
     got = backward(make, batch=17)
     assert (got["groups"], got["pass_grid"]) == (2, 2 * 17 * 4)
-    for sizes in ((128, 16), (128, 144)):
+    for sizes in ((128, 16), (128, 144), (64, 128)):
         got = backward(make, 1, 64, sizes=sizes)
         states, values = sizes[0] * sizes[1], 64 * sizes[1]
-        assert got["workspace"] == 2 * 4 * (64 * 64 + 260 + states + 3 * values // 2)
+        due = 64 * 64 + 260 + states + 3 * values // 2
+        assert got["workspace"] == 2 * 4 * due
+        gates = {name: make(1, 64, 4, sizes[0], dtype="float32") for name in ("g", "dg")}
+        got = backward(make, 1, 64, sizes=sizes, **gates)
+        # Three tiles of keys and queries, and the keys' products.
+        assert got["workspace"] == 2 * 4 * (due + 3 * 64 * sizes[0] // 2 + 64 * 64 // 2)
+
+
+def test_backward_with_a_gate_per_channel(make):
+    for dtype, name in (("bfloat16", "BFloat16"), ("float16", "Float16")):
+        for size in (64, 128):
+            gates = {name: make(3, 100, 4, size, dtype="float32") for name in ("g", "dg")}
+            got = backward(make, sizes=(size, 128), dtype=dtype, **gates)
+            assert got["chunks"] == f"gated_delta_rule_channels<{name}, K={size}, backward>"
+            assert got["passes"] == f"gated_delta_rule_passes<{name}, K={size}, channels>"
+            assert got["gradients"] == f"gated_delta_rule_channel_gradients<{name}, K={size}>"
+            assert got["chunk_grid"] == -(-300 // 64) + 3
 
 
 def test_backward_of_nothing(make):
@@ -170,14 +198,18 @@ def test_gradients(make):
         backward(make, grad=make(3, 100, 4, 64, dtype="bfloat16"))
     with pytest.raises(ValueError, match="`workspace` must have .* elements, got 5"):
         backward(make, workspace=make(5, dtype="float32"))
-    gates = {name: make(3, 100, 4, 128, dtype="float32") for name in ("g", "dg")}
-    with pytest.raises(NotImplementedError, match="`g` of a gate per head"):
-        backward(make, **gates)
+    for shape in ((3, 100, 4), (3, 100, 4, 64)):
+        with pytest.raises(ValueError, match=r"`dg` must have .*(shape|dimensions)"):
+            backward(
+                make,
+                g=make(3, 100, 4, 128, dtype="float32"),
+                dg=make(*shape, dtype="float32"),
+            )
 
 
 def test_what_the_kernels_do_not_take(make):
-    with pytest.raises(NotImplementedError, match="keys of 128 elements"):
-        backward(make, sizes=(64, 128))
+    with pytest.raises(NotImplementedError, match="keys of 64 or 128 elements"):
+        backward(make, sizes=(96, 128))
     with pytest.raises(NotImplementedError, match="values of a multiple of 16"):
         backward(make, sizes=(128, 40))
     for call in (decode, prompt):

@@ -65,6 +65,25 @@ def test_decode(sizes, dtype, state, channels):
         decode(inputs, states, scale=0.5)
 
 
+@pytest.mark.parametrize(("state", "channels"), [(F32, False), (BF16, True)])
+def test_many_states_stream_through_shared_memory(state, channels):
+    """Blocks go through several states of 128 x 128, more than fit at once; the results have the
+    bits of blocks that have one each."""
+    batch, slots = 12, 14
+    inputs = problem(batch, 1, (1, 96), (128, 128), channels=channels)
+    states = torch.randn(slots, 96, 128, 128, generator=torch.Generator().manual_seed(1)).to(state)
+    indices = torch.tensor([13, -1, 3, 0, 5, 1, 99, 2, 12, 4, -(2**31), 11], dtype=torch.int32)
+    out, pool = decode(inputs, states, indices)
+    for first in (0, 5):  # fewer sequences than have such blocks
+        part = slice(first, first + 2)
+        few = [t[part].contiguous() for t in inputs]
+        alone, alone_pool = decode(few, states, indices[part].contiguous())
+        assert torch.equal(alone, out[part])
+        for slot in indices[part].tolist():
+            if 0 <= slot < slots:
+                assert torch.equal(alone_pool[slot], pool[slot])
+
+
 @pytest.mark.parametrize("channels", [False, True])
 def test_speculative_tokens_with_states_to_roll_back_to(channels):
     inputs = problem(4, 3, (2, 4), (64, 32), channels=channels)

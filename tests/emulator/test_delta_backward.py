@@ -14,7 +14,7 @@ from tiercel.ops.delta import reference as ref
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
-def problem(batch, tokens, heads, sizes, dtype=BF16, unit=True, seed=0, gate=2.0):
+def problem(batch, tokens, heads, sizes, dtype=BF16, unit=True, seed=0, gate=2.0, channels=False):
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -23,7 +23,8 @@ def problem(batch, tokens, heads, sizes, dtype=BF16, unit=True, seed=0, gate=2.0
     q, k = (random(batch, tokens, heads[0], sizes[0]) for _ in range(2))
     k = torch.nn.functional.normalize(k, dim=-1) if unit else k
     v, grad = (random(batch, tokens, heads[1], sizes[1]).to(dtype) for _ in range(2))
-    g = torch.nn.functional.logsigmoid(random(*v.shape[:3]) + gate)
+    g = random(*v.shape[:3], *([sizes[0]] if channels else []))
+    g = torch.nn.functional.logsigmoid(g + gate)
     beta = random(*v.shape[:3]).sigmoid()
     return grad, q.to(dtype), k.to(dtype), v, g, beta
 
@@ -77,61 +78,73 @@ def backward(inputs, grad_final=None, initial=None, starts=None, scale=None, l2n
     return got
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 150])
-def test_lengths(tokens):
+def test_lengths(tokens, channels):
     batch = 4 if tokens == 1 else 1  # a gradient that is one product may be near zero
-    backward(problem(batch, tokens, (1, 2), (128, 32)))
+    backward(problem(batch, tokens, (1, 2), (128, 32), channels=channels))
     initial, grad_final = states(batch, 2, 128, 32), states(batch, 2, 128, 32, seed=8)
-    inputs = problem(batch, tokens, (2, 2), (128, 32), seed=1)
+    inputs = problem(batch, tokens, (2, 2), (128, 32), seed=1, channels=channels)
     backward(inputs, grad_final, initial, scale=0.3, l2norm=False)
 
 
-@pytest.mark.parametrize("sizes", [(128, 16), (128, 80), (128, 128), (128, 144)])
-def test_sizes(sizes):
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(64, 16), (64, 144), (128, 16), (128, 80), (128, 128), (128, 144)]
+)
+def test_sizes(sizes, channels):
     """Slices of the values have 64 columns, the last may have fewer; of many, two share a block."""
     heads = (1, 2) if sizes[1] <= 80 else (1, 1)
-    inputs = problem(1, 70, heads, sizes)
+    inputs = problem(1, 70, heads, sizes, channels=channels)
     backward(inputs, states(1, heads[1], *sizes), states(1, heads[1], *sizes, seed=8))
     if sizes[1] == 80:
-        backward(problem(4, 3, (9, 9), sizes), states(4, 9, *sizes))
+        backward(problem(4, 3, (9, 9), sizes, channels=channels), states(4, 9, *sizes))
 
 
-def test_float16():
-    inputs = problem(2, 100, (1, 2), (128, 32), F16)
-    backward(inputs, states(2, 2, 128, 32), states(2, 2, 128, 32, seed=8))
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 32), (128, 32)])
+def test_float16(sizes, channels):
+    inputs = problem(2, 100, (1, 2), sizes, F16, channels=channels)
+    backward(inputs, states(2, 2, *sizes), states(2, 2, *sizes, seed=8))
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("heads", [(1, 4), (2, 4), (3, 3)])
-def test_heads_that_share_keys(heads):
-    backward(problem(1, 80, heads, (128, 32)))
+def test_heads_that_share_keys(heads, channels):
+    backward(problem(1, 80, heads, (128, 32), channels=channels))
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_beta(dtype):
+def test_beta(dtype, channels):
     """Betas of 0 have a gradient, though their tokens write nothing."""
-    *rest, beta = problem(1, 100, (1, 2), (128, 16))
+    *rest, beta = problem(1, 100, (1, 2), (128, 16), channels=channels)
     beta[:, ::3] = 0.0
     assert backward((*rest, beta.to(dtype)))[4].dtype == dtype
     backward((*rest, torch.ones_like(beta).to(dtype)))
 
 
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
-def test_decay(gate):
+def test_decay(gate, size, channels):
     """From states that are lost at once to such that stay."""
-    more = states(1, 2, 128, 16), states(1, 2, 128, 16, seed=8)
-    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (128, 16), gate=gate)
+    more = states(1, 2, size, 16), states(1, 2, size, 16, seed=8)
+    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (size, 16), gate=gate, channels=channels)
     backward((grad, q, k, v, g, beta), *more)
     g[:, 40] = -float("inf")
     g[:, 41:60] = -50.0
     backward((grad, q, k, v, g, beta), *more)
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 0, 64, 130, 1), (0, 0), (200,), (63, 1, 65)])
-def test_packed(lengths):
+def test_packed(lengths, channels):
     starts = torch.tensor([3, *lengths]).cumsum(0).to(torch.int32)
     begin, end, count = 3, int(starts[-1]), len(lengths)
     initial, grad_final = states(count, 2, 128, 16), states(count, 2, 128, 16, seed=8)
-    got = backward(problem(1, end + 70, (1, 2), (128, 16)), grad_final, initial, starts)
+    inputs = problem(1, end + 70, (1, 2), (128, 16), channels=channels)
+    got = backward(inputs, grad_final, initial, starts)
     for each in got[:5]:
         assert not each[:, :begin].any() and not each[:, end:].any()
     for i, length in enumerate(lengths):
@@ -139,19 +152,24 @@ def test_packed(lengths):
             assert torch.equal(got[5][i], grad_final[i])
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("channels", [False, True])
+def test_no_tokens(channels):
+    def given(batch, tokens):
+        return problem(batch, tokens, (1, 2), (128, 16), channels=channels)
+
     initial, grad_final = states(2, 2, 128, 16), states(2, 2, 128, 16, seed=8)
-    got = backward(problem(2, 0, (1, 2), (128, 16)), grad_final, initial)
+    got = backward(given(2, 0), grad_final, initial)
     assert torch.equal(got[5], grad_final)
-    assert not backward(problem(2, 0, (1, 2), (128, 16)), None, initial)[5].any()
-    backward(problem(0, 5, (1, 2), (128, 16)))
-    backward(problem(1, 70, (1, 2), (128, 16)), starts=torch.tensor([0], dtype=torch.int32))
+    assert not backward(given(2, 0), None, initial)[5].any()
+    backward(given(0, 5))
+    backward(given(1, 70), starts=torch.tensor([0], dtype=torch.int32))
 
 
-def test_rows_of_zeros_and_of_any_length():
+@pytest.mark.parametrize("channels", [False, True])
+def test_rows_of_zeros_and_of_any_length(channels):
     """With their lengths divided out, queries and keys of zeros have gradients that are numbers."""
     for dtype in (BF16, F16):
-        grad, q, k, *rest = problem(1, 70, (1, 2), (128, 16), dtype)
+        grad, q, k, *rest = problem(1, 70, (1, 2), (128, 16), dtype, channels=channels)
         q[:, 3:5], k[:, 4:6] = 0.0, 0.0
         got = sm90("gated_delta_rule_backward")(
             *(grad, q, k, *rest, None, None, None, None, True, None)
@@ -161,19 +179,21 @@ def test_rows_of_zeros_and_of_any_length():
         backward((grad, *scaled, *rest))
 
 
-def test_strided_inputs():
+@pytest.mark.parametrize("channels", [False, True])
+def test_strided_inputs(channels):
     """Queries, keys and values are parts of one projection; the gradient is one of a sum."""
     whole = states(2, 80, 4 * 128 + 2 * 32).to(BF16)
     q, k, v = whole.split([256, 256, 64], dim=-1)
     q, k = (t.unflatten(-1, (2, 128)) for t in (q, k))
-    grad, *_, g, beta = problem(2, 80, (2, 2), (128, 32))
+    grad, *_, g, beta = problem(2, 80, (2, 2), (128, 32), channels=channels)
     given = (q, k, v.unflatten(-1, (2, 32)), g, beta)
     backward((grad, *given))
     backward((torch.ones((), dtype=BF16).expand(grad.shape), *given))
 
 
-def test_reproducible():
-    inputs = problem(1, 200, (1, 3), (128, 32))
+@pytest.mark.parametrize("channels", [False, True])
+def test_reproducible(channels):
+    inputs = problem(1, 200, (1, 3), (128, 32), channels=channels)
     first = backward(inputs)
     for each, other in zip(first, backward(inputs), strict=True):
         assert torch.equal(each, other)
@@ -201,6 +221,6 @@ def test_any_contents_of_starts(case):
     rows, count = draw.of(1, 70, 150), draw.of(1, 3)
     right = torch.linspace(0, rows, count + 1).long()
     starts = draw.strays(right, rows + 1, wide=False).int()
-    inputs = problem(1, rows, (1, 2), (128, 16), seed=case)
+    inputs = problem(1, rows, (1, 2), (128, 16), seed=case, channels=case % 2 == 1)
     initial = states(count, 2, 128, 16)
     run("gated_delta_rule_backward", *inputs, None, initial, starts, None, True, None)

@@ -29,6 +29,7 @@ constexpr PlanField<DeltaDecodePlan> kDecodePlanFields[] = {
     Entry<&DeltaDecodePlan::kernel>("kernel"),
     Entry<&DeltaDecodePlan::grid>("grid"),
     Entry<&DeltaDecodePlan::block>("block"),
+    Entry<&DeltaDecodePlan::dynamic_smem>("dynamic_smem"),
 };
 constexpr PlanDict<DeltaDecodePlan> kDecodePlan{"DeltaDecodePlan", kDecodePlanFields};
 
@@ -133,7 +134,8 @@ constexpr Function kFunctions[] = {
         "Launches the kernels on the current stream; fills the gradients."),
     PlanOf<kBackward, delta_backward_plan, kBackwardPlan>("gated_delta_rule_backward_plan",
                                                           kPlanWithoutWorkspace),
-    LoadOf<delta_chunks_kernels, delta_back_kernels, delta_gradients_kernels>(
+    LoadOf<delta_chunks_kernels, delta_channels_kernels, delta_back_kernels,
+           delta_gradients_kernels, delta_channel_gradients_kernels>(
         "gated_delta_rule_backward_load"),
     LaunchOf<kNorm, gated_norm>("gated_rms_norm",
                                 "Launches the kernel on the current stream; fills `out`."),

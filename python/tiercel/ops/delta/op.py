@@ -41,7 +41,7 @@ _DECODE = Op(
         _C.gated_delta_rule_decode,
         _C.gated_delta_rule_decode_plan,
         spec.GATED_DELTA_RULE_DECODE.names,
-        "32 columns of a state in a block's registers, read and written once",
+        "32 columns of a state in a block's registers; many states stream through shared memory",
         load=_C.gated_delta_rule_decode_load,
         contiguous=("g", "beta"),
         launch=_decode_launch,
@@ -253,8 +253,7 @@ def gated_delta_rule(
     rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
 
     Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
-    and final states; gradients are reproducible. States are computed again for them. The kernels
-    take K of 128 and a gate per head; for others ``ref`` stands in, with a warning. Works under
+    and final states; gradients are reproducible. States are computed again for them. Works under
     torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
     ``cu_seqlens``.
 
