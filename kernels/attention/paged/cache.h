@@ -14,7 +14,7 @@ namespace tiercel {
 struct PagedCache {
   PagedCache(const char* op, const char* name, const TensorView& from)
       : argument{op, name, from}, rows(from) {
-    // The stride of a single place or page is arbitrary.
+    // The stride of a single place, page or head is arbitrary.
     const bool single = from.shape[1] == 1;
     const int64_t step = single ? from.strides[0] : from.strides[1];
     page_rows =
@@ -25,7 +25,7 @@ struct PagedCache {
     shape[2] = from.shape[3];
     strides[0] =
         shape[0] == 1 ? std::max<int64_t>(from.shape[2] * from.shape[3], int64_t{8}) : step;
-    strides[1] = from.strides[2];
+    strides[1] = from.shape[2] == 1 ? from.shape[3] : from.strides[2];
     strides[2] = from.strides[3];
     rows.ndim = 3;
     rows.shape = shape;

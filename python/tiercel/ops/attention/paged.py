@@ -133,8 +133,8 @@ def paged_attention(
             that the query sees new token j of its sequence; it sees all keys before the new tokens,
             and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
             the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
-            not have do not count. docs/kernels/paged_attention.md makes one of
-            :func:`tiercel.verify_draft`'s ``parents``.
+            not have do not count. The op's page makes one of :func:`tiercel.verify_draft`'s
+            ``parents``.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
             how keys are split among blocks, and changes nothing else.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
