@@ -47,7 +47,7 @@ struct Memory : DeltaRing<delta_back_stages(kChannels), delta_back_stage(kKeySiz
       if (kChannels) return {1.0f, 1.0f};
       return load_two(factors + (row * kTokens + token) * 4);
     }
-    // What two rows of the state, of `tile`, are multiplied by.
+    // The factors of two rows of the state, of `tile`.
     __device__ __forceinline__ float2 decay(int tile, int along) const {
       return load_two(factors + (kChannels ? tile * 8 + along : 3 * kTokens) * 4);
     }

@@ -10,11 +10,11 @@
 //   dK[i] = -beta exp(G[i]) Y S^T + sum over j < i of N[i][j] k[j] D[i][j]
 //         + exp(G[63] - G[i]) U dS^T + sum over j >= i of (M[j][i] q[j] + N[j][i] k[j]) D[j][i]
 //   dbeta = rows of Y . W - rows of (Y U^T) . (the keys' products, which the first kernel left)
-// What G[i] has is q dQ and k times the first line of dK less the second. A gate has what the sums
-// from its own token on have, exp(G[63]) S . dS, and all of the keys that are added to the state:
-// less those from its own token on, that is those of the tokens before.
+// The gradient of G[i] is q dQ and k times the first line of dK less the second. A gate's is the
+// sum of these from its own token on, and exp(G[63]) S . dS, and the terms of the keys that are
+// added to the state, less those from its own token on: those of the tokens before remain.
 //
-// As in delta_channels.cu no product of two decays fits a float in general. Rows of 16 are
+// No product of two decays fits a float in general, see delta_channels.cu. Rows of 16 are
 // multiplied with earlier ones, or columns with later ones, by tensor cores, both decayed to a
 // token between them. Blocks of 16 x 16 on the diagonal are summed by a thread for each channel,
 // which multiplies by one gate after the other as Horner's rule does, so that no exponential is
@@ -124,7 +124,7 @@ __device__ __forceinline__ void go_along_diagonal(const Memory<kKeySize>& memory
   }
 #pragma unroll
   for (int i = kRows - 1; i > 0; --i) decays[i] = exp2_approx(decays[i] - decays[i - 1]);
-  // What tokens of the block add to the state, before each.
+  // The terms that tokens of the block add to the state, before each token.
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     *memory.sum(first + i, channel) = before;

@@ -80,7 +80,7 @@ struct Part {
   }
 };
 
-// What a thread needs of a token, as it was loaded.
+// A thread's part of a token, in the form in which it was loaded.
 template <int kKeySize>
 struct Token {
   static constexpr int kRows = Part<kKeySize>::kRows;

@@ -183,7 +183,7 @@ constexpr int delta_gradients_smem(int key_size) {
   return 2 * keys + 2 * (3 * values + 2 * keys) + 2 * values + kDeltaGradientNumbers * 4;
 }
 constexpr int delta_channel_gradients_smem(int key_size) {
-  // As above with one stage, and matrices [64, K] of float32: the sums of the gates, and two more.
+  // One stage, and matrices [64, K] of float32: the sums of the gates, and two more.
   const int keys = kDeltaChunk * (2 * key_size + 16), values = kDeltaChunk * (2 * kDeltaSlice + 16);
   return 2 * keys + 3 * values + 2 * keys + 2 * values + kDeltaChunk * (3 * key_size + 20) * 4 +
          kDeltaChannelNumbers * 4;

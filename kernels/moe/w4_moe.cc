@@ -237,8 +237,8 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   args.k = static_cast<int>(k);
   args.steps = static_cast<int>(ceil_div(k, kW4MoeStep));
   args.row_tiles = static_cast<int>(tiles);
-  // Where tiles are fewer than places, the blocks of a cluster divide K. The order of sums follows,
-  // so the batch-invariant mode does without.
+  // The blocks of a cluster divide K if there are fewer tiles than places. That changes the order
+  // of sums, so the batch-invariant mode does without.
   const int64_t tiles_in_use = launch->blocks * tiles;
   if (args.slots == nullptr && !batch_invariant()) {
     while (launch->parts < 4 && 2 * launch->parts * tiles_in_use <= kPlaces &&

@@ -229,7 +229,7 @@ __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, c
   for (int i = 0; i < kStages; ++i) {
     if (i < args.steps) load_weights(i, i);
   }
-  // Of these rows of the tile, this thread loads the scales.
+  // This thread loads the scales of these rows of the tile.
   const auto mine = [&](int turn) { return thread + turn * Shape::kLoaders < kRows; };
   const char *scale[kTurns], *zero[kTurns];
 #pragma unroll
