@@ -104,7 +104,7 @@ def test_a_tree_by_its_paths(window):
 
 
 def test_a_tree_of_parents():
-    """As docs/kernels/paged_attention.md makes one of verify_draft's parents."""
+    """The snippet of docs/kernels/paged_attention.md makes a tree of verify_draft's parents."""
     parents = torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2]], dtype=torch.int32)
     words = [torch.ones(len(parents), dtype=torch.int64)]
     for i in range(parents.shape[1]):

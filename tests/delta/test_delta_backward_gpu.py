@@ -99,8 +99,8 @@ def test_heads_of_models(batch, heads, channels):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 8.0])
 def test_decay(gate, channels):
-    """Where states are lost at once only the last token has a gradient of the final states: that
-    of beta is one product, near zero in some of many heads."""
+    """If a gate loses the state at once, only the last token has a gradient of the final states.
+    That of its beta is a single product, near zero in some heads, so there are many heads."""
     more = states(1, 16, 128, 128), states(1, 16, 128, 128, seed=8)
     check(*problem(1, 500, (8, 16), (128, 128), gate=gate, channels=channels), *more)
 

@@ -196,7 +196,7 @@ def test_trees(d, options):
 
 
 def test_trees_of_few_tokens():
-    """Of one sequence, and of many, which a cluster has each or all blocks share."""
+    """Sequences that have a cluster each, and sequences that all blocks share."""
     for lengths in ([(8, 3000)], [(i % 8, 20 * i) for i in range(40)], [(7, 1500), (2, 900)]):
         given = make(lengths, (4, 1), page=1)
         check(given, tree_mask=random_trees(given))

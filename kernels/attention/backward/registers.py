@@ -40,7 +40,7 @@ def capped_probabilities(s, p, lse, scale, dtype):
 
 @cute.jit
 def sloped_probabilities(s, lse, scale):
-    """The same without the operand."""
+    """`s` is tanh(score / cap); it becomes p times the cap's derivative."""
     for i in cutlass.range_constexpr(cute.size(s) // 4):
         column = _pair(lse, 32 * i)
         for at in cutlass.range_constexpr(4):
@@ -63,7 +63,7 @@ def score_gradients(s, dp, ds, delta, dtype):
 
 @cute.jit
 def score_gradients_of_operand(p, dp, ds, delta, dtype):
-    """The same, where p is an operand already; bfloat16's are the upper halves of float32s."""
+    """`score_gradients` where p is an operand; bfloat16 is the upper half of a float32."""
     kind = _KINDS[dtype]
     probabilities, pairs = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
     for i in cutlass.range_constexpr(cute.size(dp) // 4):
@@ -120,7 +120,7 @@ def _slope(value):
 
 
 def _count(sums):
-    """Of a register tensor, or a list of some of its values."""
+    """The number of values in a register tensor, or in a list of some of them."""
     return len(sums) if isinstance(sums, list) else cute.size(sums)
 
 

@@ -177,7 +177,7 @@ __device__ __forceinline__ void load_tree(const DecodeArgs& args, const Tile& ti
     tokens =
         *reinterpret_cast<const uint64_t*>(reinterpret_cast<const char*>(args.tree) +
                                            static_cast<int64_t>(args.tree_step) * (start + query));
-    // Of those that there are.
+    // Bits of tokens that the sequence does not have are cleared.
     tokens &= ~uint64_t{0} >> (64 - count) & ~uint64_t{0} << max(-old, 0);
   }
   int first = 0;

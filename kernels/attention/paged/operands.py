@@ -11,7 +11,7 @@ from kernels.attention.forward.operands import HalfOperands
 
 
 class Factors(NamedTuple):
-    """Of stored keys and values: null pointers are 1."""
+    """The factors of stored keys and values; a null pointer stands for 1."""
 
     k_scale: cute.Pointer
     v_scale: cute.Pointer
