@@ -54,16 +54,26 @@ def _torch_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
 # e2m1 among vLLM's scalar types: 2 bits of exponent, 1 of mantissa, signed, finite values only.
 E2M1_TYPE = 2 | 1 << 8 | 1 << 16 | 1 << 49
+# Four bits of mantissa, unsigned, less 8.
+_INT4_TYPE = 4 << 8 | 8 << 17 | 1 << 50
+_ORDER = [i + 8 * j for i in range(8) for j in range(8)]
 
 
-def _marlin_scales(scale: Any, n: int, k: int) -> Any:
-    """Scales [n, k / 16] in Marlin's order and format: e4m3's bits without the sign, shifted."""
+def _marlin_scales(scale: Any, kind: str) -> Any:
+    """Scales [n, groups] in Marlin's order and format; nvfp4's: e4m3's bits without the sign,
+    shifted."""
     import torch
 
-    order = [i + 8 * j for i in range(8) for j in range(8)]
-    turned = scale.float().t().contiguous().half()
-    turned = turned.reshape(-1, len(order))[:, order].reshape(-1, n).contiguous()
-    turned = turned.view(-1, 4)[:, [0, 2, 1, 3]].reshape(turned.shape[0], -1)
+    n = scale.shape[0]
+    turned = scale.float().half() if kind == "nvfp4" else scale
+    turned = turned.t().reshape(-1, len(_ORDER))[:, _ORDER]
+    if kind != "int4":
+        turned = turned.reshape(-1, 4)[:, [0, 2, 1, 3]]
+    turned = turned.reshape(-1, n).contiguous()
+    if kind == "mxfp4":
+        return turned.view(torch.float8_e8m0fnu)
+    if kind == "int4":
+        return turned
     bits = (turned * 2.0**7).view(torch.int16) << 1
     return bits.view(torch.float8_e4m3fn)[:, 1::2].contiguous()
 
@@ -71,7 +81,7 @@ def _marlin_scales(scale: Any, n: int, k: int) -> Any:
 class _Marlin:
     """One weight [n, k] prepared for it."""
 
-    def __init__(self, weight: Any, scale: Any) -> None:
+    def __init__(self, weight: Any, scale: Any, kind: str = "nvfp4") -> None:
         import torch
 
         repack, self._gemm = operator("_C", "gptq_marlin_repack"), operator("_C", "marlin_gemm")
@@ -85,10 +95,11 @@ class _Marlin:
         if "perm" in names:
             given["perm"] = torch.empty(0, dtype=torch.int32, device=weight.device)
         self._weight = repack(packed, **given)
-        self._scale = _marlin_scales(scale, self._n, self._k)
+        self._scale = _marlin_scales(scale, kind)
+        self._type = _INT4_TYPE if kind == "int4" else E2M1_TYPE
         self._workspace = torch.zeros(1024, dtype=torch.int32, device=weight.device)
         # 2^126 makes bfloat16 of e2m1's bits, 2^-7 takes back what the scales got.
-        self._global = torch.tensor([2.0**119], device=weight.device)
+        self._global = torch.tensor([2.0**119], device=weight.device) if kind == "nvfp4" else None
 
     def __call__(self, x: Any, out: Any = None) -> Any:
         values = {
@@ -98,7 +109,7 @@ class _Marlin:
             "b_scales": self._scale,
             "global_scale": self._global,
             "workspace": self._workspace,
-            "b_type_id": E2M1_TYPE,
+            "b_type_id": self._type,
             "size_m": x.shape[0],
             "size_n": self._n,
             "size_k": self._k,
@@ -137,6 +148,17 @@ def _vllm_linear(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: (marlin(x),))
 
 
+def _vllm_w4(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    x, weight, scale = inputs.values()
+    if case["format"] == "nvfp4":
+        weight = weight.view(torch.float4_e2m1fn_x2)
+        return _vllm_linear(case, {"x": x, "weight": weight, "scale": scale})
+    marlin = _Marlin(weight, scale, case["format"])
+    return Launch(run=lambda: (marlin(x),))
+
+
 def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
     matrices, vectors = _batches(inputs)
@@ -158,5 +180,9 @@ def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
 ADAPTERS = {
     "torch": {"nvfp4_gemv": _torch_gemv, "nvfp4_linear": _torch_linear, "w4_linear": _torch_w4},
-    "vllm": {"nvfp4_gemv": _vllm_gemv, "nvfp4_linear": _vllm_linear},
+    "vllm": {
+        "nvfp4_gemv": _vllm_gemv,
+        "nvfp4_linear": _vllm_linear,
+        "w4_linear": _vllm_w4,
+    },
 }

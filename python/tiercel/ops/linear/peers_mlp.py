@@ -8,6 +8,7 @@ from typing import Any
 
 from tiercel.ops.linear.cases import activate
 from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
 
 Inputs = dict[str, Any]
 
@@ -90,6 +91,27 @@ def _torch_fp8(case: Any, inputs: Inputs) -> Launch:
     return _torch("fp8_linear")(case, inputs)
 
 
+def _vllm_fp8(case: Any, inputs: Inputs) -> Launch:
+    """Its CUTLASS products; scales of blocks lie as for _torch_fp8."""
+    import torch
+
+    x, weight, x_scale, weight_scale, bias = inputs.values()
+    if case["blocks"]:
+        if case["M"] % 4:
+            raise Unsupported("it takes M that is a multiple of 4 with scales of blocks")
+        if bias is not None:
+            raise Unsupported("it takes no bias with scales of blocks")
+        x_scale = x_scale.t().contiguous().t()
+    function = operator("_C", "cutlass_scaled_mm")
+    out = x.new_empty(case["M"], case["N"], dtype=torch.bfloat16)
+
+    def run() -> tuple[Any, ...]:
+        function(out, x, weight.t(), x_scale, weight_scale.t(), bias)
+        return (activate(case["act"], out),)
+
+    return Launch(run)
+
+
 def _arguments(op: str, case: Any, inputs: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     function, names, options = {
         "gated_linear": (gated_linear, ("x", "weight", "bias"), ("act",)),
@@ -138,4 +160,5 @@ _OPS = ("gated_linear", "fused_mlp", "linear_act_backward", "fp8_linear")
 ADAPTERS = {
     "torch": {**{op: _torch(op) for op in _OPS}, "fp8_linear": _torch_fp8},
     "torch.compile": {op: _compiled(op) for op in _OPS},
+    "vllm": {"fp8_linear": _vllm_fp8},
 }

@@ -9,6 +9,7 @@ from typing import Any
 from tiercel.ops.mla.cases import SCALE, lengths
 from tiercel.ops.mla.spec import LATENT, ROTARY
 from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
 
 Inputs = dict[str, Any]
 _WORKSPACE = 256 << 20  # bytes, what FlashInfer's documentation asks for
@@ -84,6 +85,23 @@ def _torch_top_k(case: Any, inputs: Inputs) -> Launch:
     return Launch(lambda: (logits.topk(case["k"], dim=1, sorted=False).indices,))
 
 
+def _vllm_top_k(case: Any, inputs: Inputs) -> Launch:
+    """Its kernel for prompts; a row begins at 0 and ends at N."""
+    import torch
+
+    function = operator("_C", "top_k_per_row_prefill")
+    logits, rows = inputs["logits"], case["T"]
+    starts = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    ends = torch.full_like(starts, case["N"])
+    indices = torch.empty(rows, case["k"], dtype=torch.int32, device=logits.device)
+
+    def run() -> tuple[Any]:
+        function(logits, starts, ends, indices, rows, *logits.stride(), case["k"])
+        return (indices,)
+
+    return Launch(run)
+
+
 def _flashinfer(case: Any, inputs: Inputs) -> Launch:
     import torch
 
@@ -140,9 +158,26 @@ def _torch_write(case: Any, inputs: Inputs) -> Launch:
     return Launch(run)
 
 
+def _vllm_write(case: Any, inputs: Inputs) -> Launch:
+    import torch
+
+    function = operator("_C_cache_ops", "concat_and_cache_mla")
+    latent, rotary, cache, slots = inputs.values()
+    kind = {"same": "auto", "uint8": "fp8_ds_mla"}.get(case["cache"], "fp8")
+    one = torch.ones(1, device=latent.device)
+    stored = cache if kind == "auto" else cache.view(torch.uint8)
+
+    def run() -> tuple[Any]:
+        function(latent, rotary, stored, slots, kind, one)
+        return (cache,)
+
+    return Launch(run)
+
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "deepgemm": {"indexer_logits": _deepgemm},
     "flash_mla": {"mla_decode": _flash_mla, "mla_sparse_attention": _flash_mla_sparse},
     "flashinfer": {"mla_decode": _flashinfer},
     "torch": {"mla_cache_write": _torch_write, "top_k_indices": _torch_top_k},
+    "vllm": {"mla_cache_write": _vllm_write, "top_k_indices": _vllm_top_k},
 }

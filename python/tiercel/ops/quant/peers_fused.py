@@ -66,12 +66,16 @@ def _norm_vllm(case: Any, inputs: Inputs) -> Launch:
 
 def _activation_vllm(case: Any, inputs: Inputs) -> Launch:
     x, q, scale = inputs.values()
-    if case["scales"] != "tensor":
-        raise Unsupported("it takes a given scale only")
-    function, given = operator("_C", "silu_and_mul_quant"), scale.view(1)
+    if case["scales"] == "tensor":
+        function, arguments = operator("_C", "silu_and_mul_quant"), (q, x, scale.view(1))
+    elif case["scales"] == "1x128":
+        function = operator("_C", "silu_and_mul_per_block_quant")
+        arguments = (q, x, scale, 128)
+    else:
+        raise Unsupported("it has no scale for each row")
 
     def run() -> tuple[Any, Any]:
-        function(q, x, given)
+        function(*arguments)
         return q, scale
 
     return Launch(run)

@@ -136,6 +136,47 @@ def _fused_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: compiled(inputs, case["style"] == "interleaved"))
 
 
+def _fused_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
+    """Its operator reads q, k and v side by side, and writes the rotated keys a second time."""
+    import torch
+
+    if case["style"] != "neox":
+        raise Unsupported("it rotates halves only")
+    if case["cache"] != "same":
+        raise Unsupported("it does not quantise the queries")
+    function = operator("_C", "fused_qknorm_rope_cache")
+    q, k, v = (inputs[name].flatten(1) for name in "qkv")
+    q_out, key_cache, value_cache = (inputs[n] for n in ("q_out", "key_cache", "value_cache"))
+    arguments = (
+        q_out.view(q.shape),
+        torch.empty_like(k),
+        torch.empty_like(v),
+        torch.cat([q, k, v], dim=1),
+        inputs["q_weight"],
+        inputs["k_weight"],
+        *inputs["cos_sin_cache"].chunk(2, dim=-1),
+        inputs["positions"],
+        inputs["slots"],
+        key_cache,
+        value_cache,
+        case["D"],
+        case["H"],
+        case["G"],
+        case["R"] // 2,
+        1e-6,
+        0.0,
+        "auto",
+        None,
+        None,
+    )
+
+    def run() -> tuple[Any, Any, Any]:
+        function(*arguments)
+        return q_out, key_cache, value_cache
+
+    return Launch(run)
+
+
 ADAPTERS = {
     "flashinfer": {"kv_cache_write": _kv_flashinfer, "rotary_embedding": _rotary_flashinfer},
     "torch": {
@@ -148,5 +189,5 @@ ADAPTERS = {
         "qk_norm_rope_cache": _fused_compiled,
         "rotary_embedding": _rotary_compiled,
     },
-    "vllm": {"kv_cache_write": _kv_vllm},
+    "vllm": {"kv_cache_write": _kv_vllm, "qk_norm_rope_cache": _fused_vllm},
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from tiercel.ops.routing.cases import options_of, scoring_of
 from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
 
 
 def topk_softmax(scores: Any, k: int, weights: str) -> tuple[Any, Any]:
@@ -115,7 +116,8 @@ def topk_quack(case: Any, inputs: dict[str, Any]) -> Launch:
 def topk_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
-    softmax_only(case)
+    if scoring_of(case) != "softmax":
+        return _route_vllm(case, inputs)
     scores, shape = inputs["scores"], (case["T"], case["k"])
     weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
     indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
@@ -130,6 +132,37 @@ def topk_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
         return weights, indices
 
     # It selects by float32 probabilities: scores that round to the same one tie.
+    return Launch(run, slack=2.0**-20)
+
+
+def _route_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
+    """Its operators of the models that bring these scores."""
+    import torch
+
+    options = options_of(case, inputs)
+    scores, k, factor = inputs["scores"], case["k"], options["scaling_factor"]
+    bias = options.get("correction_bias")
+    if options.get("n_group", 1) > 1:
+        if options["scoring"] != "sigmoid":
+            raise Unsupported("it has groups with the sigmoid only")
+        grouped = operator("_moe_C", "grouped_topk")
+        groups = (options["n_group"], options["topk_group"])
+        return Launch(lambda: grouped(scores, *groups, k, True, factor, bias, 1), slack=2.0**-20)
+    shape = (case["T"], k)
+    weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    given = (weights, indices, torch.empty_like(indices), scores, True)
+    if options["scoring"] == "sigmoid":
+        function, rest = operator("_moe_C", "topk_sigmoid"), (bias, factor, None)
+    else:
+        function = operator("_moe_C", "topk_softplus_sqrt")
+        table = (options.get("token_ids"), options.get("expert_table"))
+        rest = (factor, bias, *table, None)
+
+    def run() -> tuple[Any, Any]:
+        function(*given, *rest)
+        return weights, indices
+
     return Launch(run, slack=2.0**-20)
 
 
