@@ -218,7 +218,7 @@ def test_strides(make, d):
 
 @pytest.mark.parametrize("d", [64, 256])
 def test_strides_of_more_than_2_to_31_elements(make, d):
-    """Of one buffer's parts, whose two entries are 2**31 elements apart."""
+    """The tensors share a buffer; their two entries are 2**31 elements apart."""
     skip_without(6)
     tensors = make(2, 200, 300, 4, 2, d)
     apart, sizes = 2**31, [x[0].numel() for x in tensors]
@@ -257,7 +257,7 @@ def test_in_a_fixed_order_the_same_bits(make, d, options):
 
 
 def test_more_than_2_to_31_elements_of_workspace(make):
-    """Which has 64 columns where q has 8."""
+    """The workspace has 64 columns where q has 8."""
     skip_without(16)
     length = 132_000
     q, k, v, grad = make(2, length, 200, 128, 128, 8)

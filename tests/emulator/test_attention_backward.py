@@ -103,7 +103,7 @@ def test_values_of_fewer_columns_than_keys(sizes, options):
     ],
 )
 def test_wide_heads(sizes, options):
-    """Of several batch entries, whose tiles are places in one row."""
+    """Several batch entries: the kernel numbers the tiles of all of them in one sequence."""
     check(*sizes, 256, **options)
 
 
@@ -180,15 +180,14 @@ def test_strides(d):
 
 
 def test_strides_of_one_row():
-    """They may be any number."""
+    """A dimension of one row may have any stride."""
     tensors, truth = draw(3, 1, 1, (2, 1), 256)
     strange = [x.as_strided(x.shape, (x.stride(0), 3, *x.stride()[2:])) for x in tensors[:5]]
     compare(gradients((*strange, *tensors[5:])), truth)
 
 
 def test_next_to_foreign_rows():
-    """Rows before and behind an entry's, of which the first and the last are at their end of
-    memory."""
+    """NaNs lie before and behind each entry's rows."""
     tensors, truth = draw(3, 70, 90, (2, 1), 200)
     grown = []
     for x in tensors[:5]:
