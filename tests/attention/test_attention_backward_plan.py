@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_backward's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
-import re
-
 import pytest
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 
@@ -117,19 +115,32 @@ def test_another_head_dimension_of_values_takes_tiles_for_both(make, d, d_v, col
     [
         (136, 136, {}),
         (64, 136, {}),
-        (200, 128, {}),
-        (256, 256, {}),
-        (192, 128, {"dtype": "float16"}),
+        (200, 128, {"right": 0, "deterministic": True}),
+        (256, 256, {"softcap": 30.0}),
         (192, 128, {"softcap": 30.0}),
+        (192, 128, {"dtype": "float16"}),
+        (256, 256, {"dtype": "float16", "softcap": 30.0}),
     ],
 )
-def test_what_head_dimensions_have_no_kernel(make, d, d_v, options):
-    due = re.escape(
-        "attention_backward: `q` must have head dimensions up to 128 (bfloat16: 192 without "
-        f"softcap, and 128 of `v`) for the precompiled kernels, got {d} and {d_v} of `v`"
-    )
+def test_wide_heads(make, d, d_v, options):
+    got = plan(make, (2, 300, 4, d), (500, 2), d_v=d_v, **options)
+    short = "fp16" if options.get("dtype") == "float16" else "bf16"
+    assert got["kernel"] == f"attention_backward_{short}_d256_64x64"
+    assert got["dynamic_smem"] <= 232448
+    assert (got["tile_m"], got["tile_n"], got["grid"]) == (64, 64, 8 * 2 * 2)
+    assert got["descending"] is options.get("deterministic", False)
+    blocks = 2 * 4 * 5  # and no list: it is of packed sequences
+    assert got["workspace"] == blocks * (2 * 64 + 64 * 256 + 1) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "d_v"), [("q", 264, 128), ("q", 100, 128), ("v", 128, 100), ("v", 256, 264)]
+)
+def test_what_head_dimensions_have_no_kernel(make, name, d, d_v):
+    due = f"attention_backward: `{name}` must have a head dimension that is a multiple of 8 up to "
+    due += f"256 for the precompiled kernels, got {d if name == 'q' else d_v}"
     with pytest.raises(NotImplementedError, match=f"^{due}$"):
-        plan(make, (2, 300, 8, d), d_v=d_v, **options)
+        plan(make, (2, 300, 8, d), d_v=d_v)
 
 
 def test_gradients_have_their_tensors_head_dimensions(make):

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.gpu_memory import skip_without
 from support.paged import assert_close, make, random_trees, wide
 
 import tiercel
@@ -201,13 +202,14 @@ def test_a_batch_of_70_000_sequences():
 
 
 def test_more_than_two_to_the_31_elements_of_cache():
+    """Keys and values of a page lie side by side."""
+    skip_without(6)
     q, k, v, table, *rest = draw([(100, 300), (1, 40)], (2, 1), d=128, page=16)
-    pages = 2**31 // (16 * 128) + 100
-    caches = []
-    for small in (k, v):
-        cache = torch.zeros(pages, 16, 1, 128, dtype=q.dtype, device="cuda")
+    pages = 2**31 // (2 * 16 * 128) + 100
+    stored = torch.empty(pages, 2, 16, 1, 128, dtype=q.dtype, device="cuda")
+    caches = stored.unbind(1)
+    for cache, small in zip(caches, (k, v), strict=True):
         cache[-len(small) :] = small
-        caches.append(cache)
     used = (table >= 0) & (table < len(k))
     check((q, *caches, torch.where(used, table + pages - len(k), table).int(), *rest))
 

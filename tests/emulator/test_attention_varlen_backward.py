@@ -81,7 +81,7 @@ def check(*sizes, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}])
 def test_every_kernel(d, dtype, options):
     check([70, 30], [140, 20], (2, 1), d, dtype, **options)
@@ -135,7 +135,7 @@ def test_rows_in_no_sequence(options, spare, d):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 60)}])
-@pytest.mark.parametrize("d", [64, 128, (192, 128)])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256])
 def test_bits_are_those_of_each_sequence(d, options):
     """In a fixed order of dq: what a sequence gets does not depend on the others beside it."""
     queries, keys = [200, 0, 1, 140], [300, 9, 130, 140]

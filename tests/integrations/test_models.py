@@ -74,6 +74,18 @@ def test_logits(name, how, device, loud):
 def test_gradients(name, how, case, device):
     if case != "plain" and name not in ("Llama", "GptOss"):
         pytest.skip("as the others")
+    check_gradients(name, how, case, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
+def test_gradients_of_heads_of_256(name, device, loud):
+    """As Gemma has them, with a cap and with windows."""
+    heads = {"head_dim": 256, "query_pre_attn_scalar": 256}
+    check_gradients(name, "attention", "plain", device, **heads)
+
+
+def check_gradients(name, how, case, device, **changes):
     ids, given = tokens(device=device), {"use_cache": False, **CASES[case]}
     given = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in given.items()}
     real = given.get("attention_mask", torch.ones_like(ids)).bool()
@@ -85,7 +97,7 @@ def test_gradients(name, how, case, device):
         ("usual", torch.bfloat16),
         ("ours", torch.bfloat16),
     ):
-        model = make(name, dtype, device=device)
+        model = make(name, dtype, device=device, **changes)
         if key == "ours":
             NEXT[how](model)
         model(ids, labels=labels, **given).loss.backward()

@@ -69,7 +69,7 @@ def own(monkeypatch):
     for name in NAMES:
         library.impl(name, stand_in(name), "CPU")
     monkeypatch.setattr(door.platform, "why_not", lambda device: None)
-    monkeypatch.setattr(door, "has_kernels", lambda op, q, v, backend: q.shape[-1] <= 128)
+    monkeypatch.setattr(door, "has_kernels", lambda *_: True)
     implementation = door._Implementation("CPU")
     with tiercel.use_backend("ref"):
         yield calls
@@ -82,9 +82,10 @@ def own(monkeypatch):
 
 @needs_registry
 @pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("d", [16, 256])
 @pytest.mark.parametrize(("causal", "scale"), [(False, None), (True, 0.3)])
-def test_sdpa(own, heads_first, causal, scale):
-    inputs = _inputs(heads_first)
+def test_sdpa(own, heads_first, d, causal, scale):
+    inputs = _inputs(heads_first, d)
     leaves = [x.detach().requires_grad_() for x in inputs]
     forward = torch.ops.aten._scaled_dot_product_flash_attention
     found = forward(*leaves, 0.0, causal, scale=scale)
@@ -135,8 +136,9 @@ def test_what_runs_on_torchs_own(own, inputs, options):
 
 
 @needs_registry
-def test_gradients_of_large_heads_are_torchs_own(own):
-    leaves = [x.requires_grad_() for x in _inputs(d=136)]
+def test_gradients_without_kernels_are_torchs_own(own, monkeypatch):
+    monkeypatch.setattr(door, "has_kernels", lambda *_: False)
+    leaves = [x.requires_grad_() for x in _inputs()]
     found = torch.ops.aten._scaled_dot_product_flash_attention(*leaves)
     assert not own
     found[0].sum().backward()
@@ -170,12 +172,12 @@ def test_packed(own):
 
 @needs_registry
 @pytest.mark.parametrize("window", [None, (2, 0)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_of_packed(own, causal, window):
+@pytest.mark.parametrize(("causal", "d"), [(False, 16), (True, 16), (True, 256)])
+def test_gradients_of_packed(own, causal, d, window):
     """Torch's formula of the gradient passes an infinity where no key is seen."""
     starts = [torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 3, 8), (0, 0, 2, 8))]
     torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(8, h, 16, dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    q, k, v, grad = (torch.randn(8, h, d, dtype=torch.bfloat16) for h in (4, 2, 2, 4))
     left, right = window or (None, None)
     windows = {"window_size_left": left, "window_size_right": right}
     call = (*starts, 5, 6, 0.0, causal)
@@ -197,7 +199,7 @@ def test_gradients_of_packed(own, causal, window):
 def test_gradients_of_packed_that_run_on_torchs_own(own):
     starts = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
     for d, dropout, kind in (
-        (136, 0.0, torch.int32),
+        (264, 0.0, torch.int32),
         (16, 0.5, torch.int32),
         (16, 0.0, torch.int64),
     ):
@@ -256,7 +258,7 @@ def _is_torchs_own(function):
 
 @needs_registry
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sdpa_on_a_gpu(enabled, d, heads_first, compiled):
@@ -277,6 +279,7 @@ def test_sdpa_on_a_gpu(enabled, d, heads_first, compiled):
     right.backward(grad.double())
     for got, leaf in zip(leaves, again, strict=True):
         _close(got.grad, leaf.grad)
+    assert not _is_torchs_own(lambda: run(*leaves).backward(grad))
     with torch.no_grad():
         assert not _is_torchs_own(lambda: run(*inputs))
         door.disable_sdpa()
@@ -286,9 +289,10 @@ def test_sdpa_on_a_gpu(enabled, d, heads_first, compiled):
 
 @needs_registry
 @pytest.mark.gpu
-def test_nested_tensors(enabled):
+@pytest.mark.parametrize("d", [64, 256])
+def test_nested_tensors(enabled, d):
     torch.manual_seed(0)
-    lengths, heads, d = (7, 200, 33), 4, 64
+    lengths, heads = (7, 200, 33), 4
 
     def nested():
         rows = [

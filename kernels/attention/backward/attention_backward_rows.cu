@@ -25,10 +25,10 @@ struct Place {
 };
 
 // Returns false for a block without rows; others have up to kRows.
-template <int kRows, bool kPacked>
+template <int kRows>
 __device__ __forceinline__ bool find_place(const AttentionBackwardRowsArgs& args, Place& place) {
   place.pair = blockIdx.x / args.blocks;
-  if constexpr (kPacked) {
+  if (args.list != nullptr) {
     const AttentionBackwardBlock block = args.list[blockIdx.x % args.blocks];
     if (block.row >= block.end) return false;
     place.row = block.row;
@@ -51,14 +51,14 @@ __device__ __forceinline__ char* row_of(const AttentionRows& rows, const Place& 
 
 // delta = rowsum(grad * out) - grad_lse, and logarithms of sums to the base 2; infinite where no
 // query is or it sees no key, so that its probabilities are 0. Clears the sums of dq.
-template <typename Format, int kRows, int kDv, bool kPacked>
+template <typename Format, int kRows, int kDv>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_prepare(const __grid_constant__ AttentionBackwardRowsArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
   constexpr int kLanes = kDv / 8;  // a row, 16 bytes each
   Place place;
-  if (!find_place<kRows, kPacked>(args, place)) return;
+  if (!find_place<kRows>(args, place)) return;
   float* stats = args.stats + static_cast<int64_t>(blockIdx.x) * 2 * kRows;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // The sums of dq are in the order of accumulators of 64 rows, eight columns at a time. A block
 // takes kD columns, two times 64 rows or 64; each half of its threads takes half of the sums.
-template <typename Format, int kRows, int kD, bool kPacked>
+template <typename Format, int kRows, int kD>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_finish(const __grid_constant__ AttentionBackwardRowsArgs args) {
   grid_dependency_wait();
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kStride = kPairs + 4;  // neighbouring rows in other banks
   __shared__ alignas(16) uint32_t tile[kRows * kStride];
   Place place;
-  if (!find_place<kRows, kPacked>(args, place)) return;
+  if (!find_place<kRows>(args, place)) return;
   const int64_t part = static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y;
   const float* sums = args.sums + part * (kRows * kD);
   const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -151,29 +151,22 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Tiles of `d` columns of q, whose dq a block finishes `columns` of, and of `d_v` of v.
-#define TIERCEL_KERNELS(dtype, m, d, d_v, columns, packed)                                   \
-  {DType::k##dtype,                                                                          \
-   d,                                                                                        \
-   d_v,                                                                                      \
-   m,                                                                                        \
-   columns,                                                                                  \
-   packed,                                                                                   \
-   Kernel("attention_backward_prepare<" #dtype ", " #m ", " #d_v ", " #packed ">",           \
-          reinterpret_cast<const void*>(attention_backward_prepare<dtype, m, d_v, packed>)), \
-   Kernel("attention_backward_finish<" #dtype ", " #m ", " #columns ", " #packed ">",        \
-          reinterpret_cast<const void*>(attention_backward_finish<dtype, m, columns, packed>))}
+#define TIERCEL_KERNELS(dtype, m, d, d_v, columns)                                   \
+  {DType::k##dtype,                                                                  \
+   d,                                                                                \
+   d_v,                                                                              \
+   m,                                                                                \
+   columns,                                                                          \
+   Kernel("attention_backward_prepare<" #dtype ", " #m ", " #d_v ">",                \
+          reinterpret_cast<const void*>(attention_backward_prepare<dtype, m, d_v>)), \
+   Kernel("attention_backward_finish<" #dtype ", " #m ", " #columns ">",             \
+          reinterpret_cast<const void*>(attention_backward_finish<dtype, m, columns>))}
 
-const AttentionBackwardRowsKernel kKernels[] = {TIERCEL_KERNELS(BFloat16, 128, 64, 64, 64, false),
-                                                TIERCEL_KERNELS(BFloat16, 64, 128, 128, 128, false),
-                                                TIERCEL_KERNELS(BFloat16, 64, 192, 128, 64, false),
-                                                TIERCEL_KERNELS(Float16, 128, 64, 64, 64, false),
-                                                TIERCEL_KERNELS(Float16, 64, 128, 128, 128, false),
-                                                TIERCEL_KERNELS(BFloat16, 128, 64, 64, 64, true),
-                                                TIERCEL_KERNELS(BFloat16, 64, 128, 128, 128, true),
-                                                TIERCEL_KERNELS(BFloat16, 64, 192, 128, 64, true),
-                                                TIERCEL_KERNELS(BFloat16, 64, 256, 256, 64, true),
-                                                TIERCEL_KERNELS(Float16, 128, 64, 64, 64, true),
-                                                TIERCEL_KERNELS(Float16, 64, 128, 128, 128, true)};
+const AttentionBackwardRowsKernel kKernels[] = {
+    TIERCEL_KERNELS(BFloat16, 128, 64, 64, 64),  TIERCEL_KERNELS(BFloat16, 64, 128, 128, 128),
+    TIERCEL_KERNELS(BFloat16, 64, 192, 128, 64), TIERCEL_KERNELS(BFloat16, 64, 256, 256, 64),
+    TIERCEL_KERNELS(Float16, 128, 64, 64, 64),   TIERCEL_KERNELS(Float16, 64, 128, 128, 128),
+    TIERCEL_KERNELS(Float16, 64, 256, 256, 64)};
 
 }  // namespace
 

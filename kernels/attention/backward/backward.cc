@@ -72,7 +72,8 @@ Status check_grad_lse(const char* op, const AttentionBackwardCall& call,
   return check_contiguous(argument);
 }
 
-// The kernel with the smallest tiles that the head dimensions fit; null if there is none.
+// The kernel with the smallest tiles that the head dimensions fit. There is one: those of 256
+// columns take all that attention_problem lets through.
 const AttentionBackwardKernel* find_kernel(DType dtype, const Sizes& sizes) {
   const AttentionProblem& problem = sizes.problem;
   const AttentionBackwardKernel* found = nullptr;
@@ -80,7 +81,7 @@ const AttentionBackwardKernel* find_kernel(DType dtype, const Sizes& sizes) {
   for (const AttentionBackwardKernel& kernel : KernelTable(attention_backward_kernels)) {
     const AttentionBackwardVariant& variant = kernel.variant;
     if (variant.dtype == dtype && (problem.capped ? variant.capped : variant.plain) &&
-        variant.packed == sizes.packed && variant.max_d >= problem.d &&
+        (sizes.packed ? variant.packed : variant.dense) && variant.max_d >= problem.d &&
         variant.max_d_v >= problem.d_v &&
         (found == nullptr || columns(variant) < columns(found->variant))) {
       found = &kernel;
@@ -99,14 +100,6 @@ Status check_rest(const char* op, const AttentionBackwardCall& call, const Sizes
   TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dq", *call.dq, q, q, empty, queries));
   TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dk", *call.dk, k, q, empty, keys));
   TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dv", *call.dv, *call.v, q, empty, values));
-  if (find_kernel(q.dtype, sizes) == nullptr) {
-    const char* also = sizes.packed ? "256" : "192 without softcap, and 128 of `v`";
-    return Status::Unimplemented(
-        mismatch(Argument{op, "q", q},
-                 "have head dimensions up to 128 (bfloat16: " + std::string(also) +
-                     ") for the precompiled kernels",
-                 std::to_string(problem.d) + " and " + std::to_string(problem.d_v) + " of `v`"));
-  }
   const int64_t pairs = std::max<int64_t>(problem.batch * problem.heads, 1);
   const int64_t longest = std::max(problem.seq_q, problem.seq_k);
   if (sizes.tiles(longest, 64) > kMost / pairs) {
@@ -165,9 +158,11 @@ Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
 struct Choice {
   const AttentionBackwardKernel* kernel = nullptr;
   const AttentionBackwardRowsKernel* rows = nullptr;
-  int64_t head_blocks = 0;   // of queries, of a head; of packed sequences the most there may be
-  int64_t blocks = 0;        // of all heads
-  int64_t listed_tiles = 0;  // of keys, of packed sequences: the most there may be
+  int64_t head_blocks = 0;  // of queries, of a head; of packed sequences the most there may be
+  int64_t blocks = 0;       // of all heads
+  // Of packed sequences' lists, the most there may be.
+  int64_t listed_tiles = 0;
+  int64_t listed_blocks = 0;
   int band = 1;
   bool descending = false;
   unsigned grid = 0;
@@ -175,13 +170,10 @@ struct Choice {
   int64_t rows_of_blocks() const { return blocks * kernel->variant.tile_m; }
   int64_t stats() const { return rows_of_blocks() * 2; }
   int64_t sums() const { return rows_of_blocks() * kernel->variant.tile_d; }
-  // The lists of packed sequences, in elements of 4 bytes.
+  // The lists, in elements of 4 bytes.
   int64_t tiles() const { return listed_tiles * int64_t{sizeof(AttentionBackwardTile) / 4}; }
-  int64_t list() const {
-    if (!kernel->variant.packed) return 0;
-    return head_blocks * int64_t{sizeof(AttentionBackwardBlock) / 4};
-  }
-  int64_t tile_count() const { return kernel->variant.packed ? 4 : 0; }  // one, and a gap
+  int64_t list() const { return listed_blocks * int64_t{sizeof(AttentionBackwardBlock) / 4}; }
+  int64_t tile_count() const { return listed_blocks > 0 ? 4 : 0; }  // one, and a gap
   // Each block has a turn; tiles have a counter.
   int64_t workspace() const {
     return stats() + sums() + tiles() + tile_count() + list() + 1 + blocks;
@@ -195,14 +187,16 @@ Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiproc
   const AttentionBackwardVariant& variant = choice.kernel->variant;
   choice.rows = KernelTable(attention_backward_rows_kernels).find([&](const auto& rows) {
     return rows.dtype == dtype && rows.tile_d == variant.tile_d &&
-           rows.tile_d_v == variant.tile_d_v && rows.tile_m == variant.tile_m &&
-           rows.packed == sizes.packed;
+           rows.tile_d_v == variant.tile_d_v && rows.tile_m == variant.tile_m;
   });
   choice.head_blocks = sizes.tiles(problem.seq_q, variant.tile_m);
   choice.blocks = problem.batch * problem.heads * choice.head_blocks;
   const int64_t pairs = problem.batch * problem.kv_heads;
   const int64_t head_tiles = sizes.tiles(problem.seq_k, variant.tile_n);
-  if (sizes.packed) choice.listed_tiles = head_tiles;
+  if (sizes.packed) {
+    choice.listed_tiles = head_tiles;
+    choice.listed_blocks = choice.head_blocks;
+  }
   choice.grid = static_cast<unsigned>(std::min<int64_t>(pairs * head_tiles, multiprocessors));
   // Under a causal mask, tiles of early keys have the most queries: they come first, for as many
   // heads as the L2 cache holds q, its gradient and dq's sums of. If dq's order is fixed, late keys
@@ -231,6 +225,33 @@ AttentionBackwardPlan plan_of(const AttentionBackwardCall& call, const Sizes& si
           choice.band,          choice.descending,     choice.grid,
           kernel.block,         kernel.dynamic_smem,   choice.workspace()};
 }
+
+// [B, S, H, D] for a kernel whose maps are those of packed sequences, AttentionPackedRows: element
+// (b, 2^30, h, 2^30 + i, c) is row i of entry b. One row or one entry may have any stride; the map
+// has two entries at least, because a stride of a single one would be beyond its limit.
+struct AttentionEntryRows {
+  static constexpr int64_t kRows = AttentionPackedRows::kRows;
+
+  explicit AttentionEntryRows(const TensorView& from)
+      : row(from.shape[1] == 1 ? from.shape[3] : from.strides[1]),
+        shape{std::max<int64_t>(from.shape[0], 2), kRows + 1, from.shape[2], kRows + from.shape[1],
+              from.shape[3]},
+        strides{from.shape[0] == 1 ? row : from.strides[0],
+                AttentionPackedRows::kWrap / dtype_bytes(from.dtype) - row, from.strides[2], row,
+                from.strides[3]},
+        view(from) {
+    view.ndim = 5;
+    view.shape = shape;
+    view.strides = strides;
+  }
+  AttentionEntryRows(const AttentionEntryRows&) = delete;
+  AttentionEntryRows& operator=(const AttentionEntryRows&) = delete;
+
+  int64_t row;
+  int64_t shape[5];
+  int64_t strides[5];
+  TensorView view;
+};
 
 // The views of q, k, v, grad, dk and dv as their maps have them.
 using Views = const TensorView (&)[6];
@@ -261,7 +282,7 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
   rows.stats = static_cast<float*>(call.workspace->data);
   rows.sums = rows.stats + choice.stats();
   float* next = rows.sums + choice.sums();
-  auto* tiles = reinterpret_cast<AttentionBackwardTile*>(next);
+  auto* tiles = sizes.packed ? reinterpret_cast<AttentionBackwardTile*>(next) : nullptr;
   auto* tile_count = reinterpret_cast<int32_t*>(next += choice.tiles());
   auto* list = reinterpret_cast<AttentionBackwardBlock*>(next += choice.tile_count());
   rows.counter = reinterpret_cast<int32_t*>(next += choice.list());
@@ -306,7 +327,7 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
                         static_cast<void*>(&rows.turns), static_cast<void*>(&rows.counter)}) {
     *argument++ = pointer;
   }
-  if (sizes.packed) {
+  if (kernel.variant.packed) {
     *argument++ = &tiles;
     *argument++ = &tile_count;
   }
@@ -346,6 +367,14 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
   return choice.rows->finish.launch(rows_config, device, stream, rows_args);
 }
 
+// `launch` with views of these tensors.
+template <typename Rows>
+Status launch_with(const char* op, const AttentionBackwardCall& call, const Sizes& sizes,
+                   void* stream) {
+  const Rows q(*call.q), k(*call.k), v(*call.v), grad(*call.grad), dk(*call.dk), dv(*call.dv);
+  return launch(op, call, sizes, {q.view, k.view, v.view, grad.view, dk.view, dv.view}, stream);
+}
+
 }  // namespace
 
 Status attention_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
@@ -360,9 +389,9 @@ Status attention_backward(const AttentionBackwardCall& call, void* stream) {
   Sizes sizes;
   TIERCEL_RETURN_IF_ERROR(check(call, &sizes));
   if (sizes.nothing()) return Status();
-  const AttentionByHead q(*call.q), k(*call.k), v(*call.v), grad(*call.grad), dk(*call.dk),
-      dv(*call.dv);
-  return launch(kOp, call, sizes, {q.view, k.view, v.view, grad.view, dk.view, dv.view}, stream);
+  return find_kernel(call.q->dtype, sizes)->variant.packed
+             ? launch_with<AttentionEntryRows>(kOp, call, sizes, stream)
+             : launch_with<AttentionByHead>(kOp, call, sizes, stream);
 }
 
 Status attention_varlen_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
@@ -377,10 +406,7 @@ Status attention_varlen_backward(const AttentionBackwardCall& call, void* stream
   Sizes sizes;
   TIERCEL_RETURN_IF_ERROR(check_varlen(call, &sizes));
   if (sizes.nothing()) return Status();
-  const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), grad(*call.grad), dk(*call.dk),
-      dv(*call.dv);
-  return launch(kVarlenOp, call, sizes, {q.view, k.view, v.view, grad.view, dk.view, dv.view},
-                stream);
+  return launch_with<AttentionPackedRows>(kVarlenOp, call, sizes, stream);
 }
 
 Status attention_backward_load(int device) {

@@ -23,7 +23,7 @@ _PACKED_TILES = (_TILES[0], _TILES[2])
 # Keys of 192 columns, values of 128, in bfloat16 without a cap.
 _NARROW_TILE, _NARROW_VALUES = (192, 64), 128
 
-# Up to 256 columns of both, of packed sequences in bfloat16: one kernel, with and without a cap.
+# Up to 256 columns of both: one kernel, packed or not, with and without a cap.
 _WIDE_TILE = (256, 64)
 
 _ONE = 0x3F800000
@@ -46,9 +46,9 @@ def function(dtype, tile, capped=False, packed=False, d_v=None, kind=AttentionBa
     columns, tile_m = tile
     d = (columns + PIECE - 1) // PIECE * PIECE
     name = f"attention_backward_{dtype}_d{columns}" + (f"v{d_v}" if d_v else "")
-    name += f"_{tile_m}x{kind.tile_n}" + ("_capped" if capped else "")
-    name += "_packed" if packed else ""
     wide = kind is AttentionBackwardWide
+    name += f"_{tile_m}x{kind.tile_n}" + ("_capped" if capped else "")
+    name += "_packed" if packed and not wide else ""
     kernel = kind(name, element, d, tile_m, capped, columns, packed, d_v)
     tensors = {name: Pointer(name, element) for name in ("q", "k", "v", "do", "dk", "dv")}
     floats = [Pointer(name, cutlass.Float32) for name in ("stats", "dq")]
@@ -81,7 +81,7 @@ def function(dtype, tile, capped=False, packed=False, d_v=None, kind=AttentionBa
     attributes = (
         f"DType::{_DTYPES[dtype][1]}",
         *map(str, (columns, d_v or columns, d, kernel.d_v, tile_m, kernel.tile_n)),
-        *(str(value).lower() for value in (not capped, capped or wide, packed)),
+        *(str(value).lower() for value in (not capped, capped or wide, not packed or wide, packed)),
     )
     arguments = (*tensors.values(), *pointers, lists, scalars, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
@@ -105,4 +105,7 @@ def functions():
         function("bf16", _NARROW_TILE, False, packed, _NARROW_VALUES, AttentionBackwardNarrow)
         for packed in (False, True)
     ]
-    return [*built, function("bf16", _WIDE_TILE, packed=True, kind=AttentionBackwardWide)]
+    built += [
+        function(dtype, _WIDE_TILE, packed=True, kind=AttentionBackwardWide) for dtype in _DTYPES
+    ]
+    return built

@@ -51,7 +51,6 @@ from kernels.attention.backward.sequences import DETAILS, Packed, Tile, tile_at
 from kernels.attention.backward.tile_queue import hand_out, queue_words, receive, set_up_queue, take
 from kernels.attention.backward.tiles import needs_mask, query_blocks, tile_position, turn_of
 from kernels.attention.common.layouts import (
-    PACKED_ROWS,
     PIECE,
     ROWS,
     WARPGROUP,
@@ -455,7 +454,7 @@ class AttentionBackward:
         shared_by = heads // kv_heads
         turn, tile = Int32(0), take(counter)
         while tile < tiles:
-            details = self.look_up(tile, order, packed)
+            details = self.look_up(tile, order, packed, problem)
             hand_out(queue, turn, tile, details[:DETAILS])
             turn += 1
             (column, kv_head, entry), _, at, seen = self.tile(tile, details, order, sight, problem)
@@ -563,7 +562,7 @@ class AttentionBackward:
 
     def ways_out(self, out_address, maps, problem, at):
         """Like `ways_in`, for dv and dk from each warpgroup's part; `at` is None unless packed."""
-        hidden = None if at is None else PACKED_ROWS - at.seq_k
+        hidden = None if at is None else at.hidden_k
         places = [
             sequence_coordinates(problem.seq_k, columns, problem.kv_heads, problem.batch, hidden)
             for columns in (self.d_v, self.d)
@@ -593,8 +592,9 @@ class AttentionBackward:
         batch, seq_q, seq_k, heads, kv_heads = problem[:5]
         if self.packed:
             # The list has each sequence's tiles in their order already.
-            order = (packed.count.load(), kv_heads, Int32(1), problem.band, Int32(0))
-            return order, order[0] * kv_heads, None, packed.room, heads // kv_heads
+            order = (self.tile_count(packed, problem), kv_heads, Int32(1), problem.band, Int32(0))
+            ends = self.ends(packed)
+            return order, order[0] * kv_heads, ends, packed.room, heads // kv_heads
         offset = seq_k - seq_q
         q_blocks, k_tiles = cute.ceil_div(seq_q, self.tile_m), cute.ceil_div(seq_k, self.tile_n)
         shared_by = heads // kv_heads
@@ -602,11 +602,19 @@ class AttentionBackward:
         sight = (self.tile_m, seq_q, offset, problem.left, problem.right)
         return order, k_tiles * kv_heads * batch, sight, q_blocks, shared_by
 
+    def tile_count(self, packed, problem):
+        """Of packed sequences: a head's tiles."""
+        return packed.count.load()
+
+    def ends(self, packed):
+        """Of packed sequences: Tile's `ends`."""
+        return 1
+
     def details(self):
         """Registers for what the queue hands out beside a tile."""
         return cute.make_rmem_tensor(DETAILS, Int32) if self.packed else None
 
-    def look_up(self, tile, order, packed):
+    def look_up(self, tile, order, packed, problem):
         """The details that the queue hands out with a tile; only warp 0 needs them."""
         return tile_at(packed, tile_position(tile, *order)[0]) if self.packed else ()
 
@@ -617,6 +625,7 @@ class AttentionBackward:
         if not self.packed:
             return place, problem.seq_k, None, sight
         at = Tile(*details) if isinstance(details, tuple) else self.from_registers(details)
+        at = at._replace(ends=sight)
         offset = at.seq_k - at.seq_q
         seen = (self.tile_m, at.seq_q, offset, problem.left, problem.right)
         return (at.column, place[1], Int32(0)), at.seq_k, at, seen
@@ -650,7 +659,7 @@ class AttentionBackward:
         batch, seq_q, seq_k, heads, kv_heads = problem[:5]
         hidden_q = hidden_k = None
         if at is not None:
-            hidden_q, hidden_k = PACKED_ROWS - at.seq_q, PACKED_ROWS - at.seq_k
+            hidden_q, hidden_k = at.hidden_q, at.hidden_k
         of_q, of_k = (self.tile_m, seq_q, heads, hidden_q), (self.tile_n, seq_k, kv_heads, hidden_k)
         ends = (*of_q, self.d), (*of_q, self.d_v), (*of_k, self.d), (*of_k, self.d_v)
         return [

@@ -21,7 +21,8 @@ struct AttentionBackwardVariant {
   int tile_n;
   bool plain;   // without softcap
   bool capped;  // with it
-  bool packed;
+  bool dense;   // sequences of one length
+  bool packed;  // takes maps and lists of packed sequences; without a list if dense
 };
 
 using AttentionBackwardKernel = CubinKernel<AttentionBackwardVariant>;
@@ -108,7 +109,6 @@ struct AttentionBackwardRowsKernel {
   int tile_d_v;
   int tile_m;
   int columns;  // of dq that a block of `finish` takes
-  bool packed;
   Kernel prepare;
   Kernel finish;
 };

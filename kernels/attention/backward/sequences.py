@@ -11,6 +11,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from kernels.attention.common.layouts import PACKED_ROWS
+
 DETAILS = 5  # numbers of a tile that all warps get
 _TILE_BYTES = 32  # of the list
 
@@ -35,7 +37,17 @@ class Tile(NamedTuple):
     seq_q: Int32
     k_end: Int32  # the row of k after the sequence's last one
     first_block: Int32  # of the sequence's queries, in the workspace
-    q_end: Int32
+    q_end: Int32 | None
+    ends: Int32 | int = 1  # 0: k_end and q_end are the number of a batch entry (wide.py)
+
+    @property
+    def hidden_k(self):
+        """Rows of the map of k that come before the sequence's."""
+        return PACKED_ROWS - self.seq_k * self.ends
+
+    @property
+    def hidden_q(self):
+        return PACKED_ROWS - self.seq_q * self.ends
 
 
 def tile_at(packed, at):

@@ -15,12 +15,16 @@ Floor, of a step of 64 queries by 64 keys: products 6 * 64 * 64 * 256 / 2048 = 3
 2560 are needed. Shared memory at 128 bytes a cycle: s and dp 1536, dv and dk 512, dq 384, ds 64, dq
 in and out 1024, copies 512: 4032. Multiplying 64 columns of dq while 64 are handed over was no
 faster. Shared memory: q and its gradient 128 KiB, k and v 64, ds 16, dq 16: 224 of 227.
+
+One kernel serves both forms of attention. Sequences of one length come without a list, and a tile's
+place is computed; their maps are AttentionEntryRows in backward.cc, whose rows begin at the map's
+row 2^30, and a batch entry's number takes the place of a sequence's end.
 """
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.attention.backward.kernel import (
@@ -43,8 +47,9 @@ from kernels.attention.backward.registers import (
     store_transposed,
     transposed_place,
 )
+from kernels.attention.backward.sequences import Tile, tile_at
 from kernels.attention.backward.tile_queue import receive
-from kernels.attention.backward.tiles import needs_mask, query_blocks
+from kernels.attention.backward.tiles import needs_mask, query_blocks, tile_position
 from kernels.attention.common.layouts import PIECE, ROWS, WARPGROUP, transposed
 from kernels.attention.common.pipelines import arrive, reader, sync
 from kernels.attention.common.softmax import cap, to_operand
@@ -296,6 +301,31 @@ class AttentionBackwardWide(AttentionBackward):
             self.store_sums(dk, gain, out_address, anew(wg_thread), *barriers)
             tile = receive(queue, turn, details)
             turn += 1
+
+    # Tiles of both forms.
+
+    @cute.jit
+    def tile_count(self, packed, problem):
+        count = problem.batch * cute.ceil_div(problem.seq_k, self.tile_n)
+        if self.ends(packed) != 0:
+            count = packed.count.load()
+        return count
+
+    def ends(self, packed):
+        return cutlass.min(Int64(packed.tiles.toint()), Int64(1)).to(Int32)
+
+    @cute.jit
+    def look_up(self, tile, order, packed, problem):
+        at = tile_position(tile, *order)[0]
+        k_tiles = cute.ceil_div(problem.seq_k, self.tile_n)
+        entry = at // k_tiles
+        column = at - entry * k_tiles
+        column = k_tiles - 1 - column if problem.descending != 0 else column
+        first_block = entry * problem.heads * packed.room
+        found = Tile(column, problem.seq_k, problem.seq_q, entry, first_block, entry)[:6]
+        if self.ends(packed) != 0:
+            found = tile_at(packed, at)[:6]
+        return found
 
     @cute.jit
     def mask(self, s, key, query, keys, seen):

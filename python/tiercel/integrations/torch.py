@@ -28,8 +28,8 @@ def enable_sdpa() -> None:
     It takes the place of torch's flash attention, and puts flash attention before SDPA's other
     backends. Models need no change, nor do compiled graphs. Jagged nested tensors run on
     :func:`tiercel.attention_varlen`. Calls that we do not support run on torch's own kernels:
-    dropout, head dimensions above 256 (nested: above 128), tensors without elements, devices other
-    than an H100 or H200, gradients of head dimensions above 128.
+    dropout, head dimensions above 256, tensors without elements, devices other than an H100 or
+    H200.
 
     Raises:
         RuntimeError: This torch has no registry of flash attention implementations, or no CUDA.
@@ -102,7 +102,7 @@ class _Implementation:
     ) -> Any:
         plain = dropout_p == 0 and not return_debug_mask
         square = query.shape[2] == key.shape[2]
-        if not plain or (is_causal and not square) or not _takes(query, key, value, 256):
+        if not plain or (is_causal and not square) or not _takes(query, key, value):
             return self._own["_scaled_dot_product_flash_attention"].call_boxed(
                 keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
             )
@@ -143,7 +143,7 @@ class _Implementation:
             dropout_p != 0
             or cum_seq_q is not None
             or (is_causal and not square)
-            or not _takes(*inputs, 128)
+            or not _takes(*inputs)
             or not has_kernels("attention", query, value, None)
         ):
             saved = (out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal)
@@ -182,7 +182,7 @@ class _Implementation:
         packed = _are_starts(cum_seq_q, cum_seq_k)
         plain = dropout_p == 0 and not return_debug_mask
         known = all(option is None for option in more.values())
-        if not (packed and plain and known and _takes(query, key, value, 128)):
+        if not (packed and plain and known and _takes(query, key, value)):
             windows = {
                 "window_size_left": window_size_left,
                 "window_size_right": window_size_right,
@@ -225,7 +225,7 @@ class _Implementation:
     ) -> Any:
         inputs = query, key, value
         packed = _are_starts(cum_seq_q, cum_seq_k)
-        takes = _takes(*inputs, 128) and has_kernels("attention_varlen", query, value, None)
+        takes = _takes(*inputs) and has_kernels("attention_varlen", query, value, None)
         if not (packed and dropout_p == 0 and takes):
             windows = {
                 "window_size_left": window_size_left,
@@ -246,7 +246,7 @@ class _Implementation:
         return tuple(_with_strides(x, of) for x, of in zip(found, inputs, strict=True))
 
 
-def _takes(query: Tensor, key: Tensor, value: Tensor, most: int) -> bool:
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True if our kernels support these tensors, whose last dimension is a head's."""
     d = query.shape[-1]
     return (
@@ -254,7 +254,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, most: int) -> bool:
         and query.dtype == key.dtype == value.dtype
         and d == key.shape[-1] == value.shape[-1]
         and d % 8 == 0
-        and d <= most
+        and d <= 256
         and 0 not in query.shape
         and 0 not in key.shape
         and platform.why_not(query.device) is None

@@ -73,10 +73,9 @@ def attention(
     (an error of 2 to 3 % of a typical value, which averages out over keys); sums are float32. There
     are no gradients then.
 
-    Differentiable in ``q``, ``k``, ``v`` and ``sinks``. The backward has kernels of its own up to
-    D = Dv = 128, and in bfloat16 without softcap up to D = 192 and Dv = 128, and is torch's
-    otherwise. Those sum the gradients of ``k``, ``v`` and
-    ``sinks`` in a fixed order; that of ``q`` only under
+    Differentiable in ``q``, ``k``, ``v`` and ``sinks``. The backward has kernels of its own for
+    what the forward's take, and is torch's otherwise. Those kernels sum the gradients of ``k``,
+    ``v`` and ``sinks`` in a fixed order; that of ``q`` only under
     ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other. Works
     under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,7 @@ from tiercel.ops.attention import reference as ref
 from tiercel.ops.attention import spec
 from tiercel.ops.attention.options import native_options
 
-# The largest head dimensions, of q and of v, that a kernel takes: of each dtype; of bfloat16
-# without softcap; of packed bfloat16.
-_ANY, _PLAIN, _PACKED = (128, 128), (192, 128), (256, 256)
+_HEAD_DIMENSIONS = range(8, 257, 8)  # of q and of v
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -94,19 +91,13 @@ BACKWARD = Op(
 )
 
 
-def has_kernels(
-    op: str, q: Tensor, v: Tensor, backend: str | None, softcap: float | None = None
-) -> bool:
+def has_kernels(op: str, q: Tensor, v: Tensor, backend: str | None) -> bool:
     """Returns True if the precompiled kernels compute this, strides permitting."""
-    asked, sizes = backend or selection.requested(op), (q.shape[-1], v.shape[-1])
-    largest = [_ANY]
-    if q.dtype == torch.bfloat16:
-        largest += [_PLAIN] if softcap is None else []
-        largest += [_PACKED] if op == "attention_varlen" else []
-    fits = any(all(map(operator.le, sizes, most)) for most in largest)
-    if asked not in (None, "auto", "sm90") or not fits or any(d < 8 or d % 8 for d in sizes):
+    asked = backend or selection.requested(op)
+    if asked not in (None, "auto", "sm90"):
         return False
-    return platform.why_not(q.device) is None
+    fits = all(x.shape[-1] in _HEAD_DIMENSIONS for x in (q, v))
+    return fits and platform.why_not(q.device) is None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

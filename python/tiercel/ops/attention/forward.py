@@ -184,8 +184,7 @@ class Forward:
         saved = ctx.saved_tensors  # once: checkpoints hand them out a single time
         count = 5 if self._starts else 3
         inputs, sinks, results = saved[:count], saved[count], saved[count + 1 :]
-        softcap = ctx.options[-1]
-        if has_kernels(self._name, inputs[0], inputs[2], ctx.backend, softcap):
+        if has_kernels(self._name, inputs[0], inputs[2], ctx.backend):
             if not results:
                 results = self.with_lse(inputs, *ctx.longest, *ctx.options, ctx.backend, sinks)
             order = torch.are_deterministic_algorithms_enabled()

@@ -27,7 +27,7 @@ def timed(inputs: dict[str, Any], forward: Callable[..., Any]) -> Launch:
     return Launch(run, graph=False)
 
 
-def _sdpa(case: Any, inputs: dict[str, Any], backend: str) -> Launch:
+def _sdpa(case: Any, inputs: dict[str, Any], *backends: str) -> Launch:
     from torch.nn import attention, functional
 
     if case["causal"] and case["Sk"] not in (0, case["Sq"]):
@@ -38,7 +38,7 @@ def _sdpa(case: Any, inputs: dict[str, Any], backend: str) -> Launch:
     def forward(q: Any, k: Any, v: Any) -> Any:
         heads_first = [x.transpose(1, 2) for x in (q, k, v)]
         options = {"is_causal": case["causal"], "enable_gqa": q.shape[2] != k.shape[2]}
-        with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+        with attention.sdpa_kernel([getattr(attention.SDPBackend, name) for name in backends]):
             out = functional.scaled_dot_product_attention(*heads_first, **options)
         return out.transpose(1, 2)
 
@@ -46,7 +46,9 @@ def _sdpa(case: Any, inputs: dict[str, Any], backend: str) -> Launch:
 
 
 def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
-    return _sdpa(case, inputs, "FLASH_ATTENTION")
+    """Its flash kernels, and where they refuse, for values of another head dimension, the
+    memory-efficient ones."""
+    return _sdpa(case, inputs, "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 
 
 def _cudnn(case: Any, inputs: dict[str, Any]) -> Launch:

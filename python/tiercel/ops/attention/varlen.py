@@ -110,11 +110,11 @@ def attention_varlen(
     float8_e4m3fn tensors are as for :func:`tiercel.attention`, with bfloat16 results and without
     gradients.
 
-    Differentiable in ``q``, ``k``, ``v`` and ``sinks``: up to D = Dv = 128, in bfloat16 up to 256,
-    the backward has kernels of its own, in an order that :func:`tiercel.attention` says; otherwise
-    it has all scores of a sequence in memory, and waits for the GPU to know its length. The kernels
-    never do, forward or backward: a CUDA graph may hold both, and is right for other sequences in
-    the same tensors.
+    Differentiable in ``q``, ``k``, ``v`` and ``sinks``: for D and Dv that are multiples of 8 up to
+    256 the backward has kernels of its own, in an order that :func:`tiercel.attention` says;
+    otherwise it has all scores of a sequence in memory, and waits for the GPU to know its length.
+    The kernels never do, forward or backward: a CUDA graph may hold both, and is right for other
+    sequences in the same tensors.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
