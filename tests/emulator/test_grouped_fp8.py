@@ -56,7 +56,7 @@ def check(sizes, rows, n, k, expected, first=0, index=torch.int32):
     x, x_scale = values(rows, k, seed=1), scales(rows, up(k), seed=4)
     w, w_scale = weights(len(sizes), n, k)
     offsets = bounds(sizes, first, index)
-    got = sm90("grouped_gemm_fp8")(x, w, offsets, x_scale, w_scale, expected, None)
+    got = sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, expected, None)
     assert_close(got, *wide(x, w, x_scale, w_scale, offsets))
 
 
@@ -105,13 +105,13 @@ def test_nothing_to_multiply():
     x, w = values(70, 144, seed=1), values(0, 72, 144, seed=2)
     nan = torch.full((70, 2), torch.nan)
     none = torch.zeros(1, dtype=torch.int32)
-    got = sm90("grouped_gemm_fp8")(x, w, none, nan, torch.zeros(0, 1, 2), 0, None)
+    got = sm90("grouped_gemm_fp8")(x, w, nan, torch.zeros(0, 1, 2), none, 0, None)
     assert got.shape == (70, 72) and not got.any()
     w, w_scale = weights(2, 72, 144)
     one = torch.tensor([5, 5, 5])
-    got = sm90("grouped_gemm_fp8")(x, w, one, nan, w_scale, 0, None)
+    got = sm90("grouped_gemm_fp8")(x, w, nan, w_scale, one, 0, None)
     assert not got.any()
-    got = sm90("grouped_gemm_fp8")(x[:0], w, one, nan[:0], w_scale, 0, None)
+    got = sm90("grouped_gemm_fp8")(x[:0], w, nan[:0], w_scale, one, 0, None)
     assert got.shape == (0, 72)
 
 
@@ -123,7 +123,7 @@ def test_another_group_does_not_matter(expected):
     offsets = bounds([40])
     due = wide(x, w, x_scale, w_scale, offsets)
     x.view(torch.uint8)[40:], x_scale[40:] = 0x7F, torch.inf  # NaN
-    got = sm90("grouped_gemm_fp8")(x, w, offsets, x_scale, w_scale, expected, None)
+    got = sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, expected, None)
     assert_close(got, *due)
 
 
@@ -132,7 +132,7 @@ def test_special_values_stay_in_their_rows():
     w, w_scale = weights(1, 72, 272)
     x.view(torch.uint8)[2, 5] = 0x7F  # NaN
     x_scale[4, 1], x_scale[6] = torch.inf, 0.0
-    got = sm90("grouped_gemm_fp8")(x, w, bounds([9]), x_scale, w_scale, 0, None)
+    got = sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, bounds([9]), 0, None)
     assert got[2].isnan().all() and not got[4].isfinite().any() and not got[6].any()
     assert got[[0, 1, 3, 5, 7, 8]].isfinite().all()
 
@@ -144,7 +144,7 @@ def test_layouts():
     w = values(2, 72, 288, seed=2)[:, :, :272]
     w_scale = scales(2, 1, 3, seed=3)
     offsets = bounds([20, 40])
-    got = sm90("grouped_gemm_fp8")(x, w, offsets, x_scale, w_scale, 0, None)
+    got = sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, 0, None)
     assert_close(got, *wide(x, w, x_scale, w_scale, offsets))
 
 
@@ -159,7 +159,7 @@ def check_masked(counts, capacity, n, k, expected, columns=False, index=torch.in
     due, terms = wide(x, w, x_scale, w_scale, counts=used)
     x.view(torch.uint8)[unused] = 0x7F  # NaN
     x_scale[unused] = torch.nan
-    given = (x, w, torch.tensor(counts, dtype=index), x_scale, w_scale, expected, None)
+    given = (x, w, x_scale, w_scale, torch.tensor(counts, dtype=index), expected, None)
     got = sm90("grouped_gemm_masked")(*given)
     assert_close(got[~unused], due[~unused], terms[~unused])
     return got[unused]
@@ -207,7 +207,7 @@ def test_the_short_adder_of_the_tensor_cores(expected):
     offsets = bounds([40])
     due, terms = wide(x, w, x_scale, w_scale, offsets)
     with options(short_fp8_adder=True):
-        got = sm90("grouped_gemm_fp8")(x, w, offsets, x_scale, w_scale, expected, None)
+        got = sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, expected, None)
     assert ((got.double() - due).abs() <= 1.01 * 2**-8 * due.abs() + 2**-11 * terms).all()
 
 
@@ -216,7 +216,7 @@ def test_both_tiles_have_the_same_bits():
     w, w_scale = weights(3, 264, 656)
     offsets = bounds([90, 7, 100])
     few, many = (
-        sm90("grouped_gemm_fp8")(x, w, offsets, x_scale, w_scale, expected, None)
+        sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, expected, None)
         for expected in (FEW, MANY)
     )
     assert torch.equal(few, many)

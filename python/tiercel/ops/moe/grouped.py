@@ -182,9 +182,9 @@ def grouped_gemm(
     if counts is not None:
         if offsets is not None:
             raise ValueError("grouped_gemm: `offsets` must be None where `counts` is given")
-        result = _MASKED.pick()(x, w, counts, x_scale, w_scale, expected_rows, backend)
+        result = _MASKED.pick()(x, w, x_scale, w_scale, counts, expected_rows, backend)
     elif x_scale is not None or w_scale is not None:
-        result = _FP8.pick()(x, w, offsets, x_scale, w_scale, expected_rows, backend)
+        result = _FP8.pick()(x, w, x_scale, w_scale, offsets, expected_rows, backend)
     else:
         result = _GROUPED_GEMM.pick()(x, w, offsets, backend)
     return result

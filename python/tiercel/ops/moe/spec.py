@@ -246,7 +246,8 @@ GROUPED_GEMM = Spec(
     _OFFSETS,
     results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
     dims=_OFFSETS_DIM,
-    limits="512 groups; K and N multiples of 8, rows on 16 bytes",
+    limits="512 groups; K (float8: with scales of blocks, a multiple of 16) and N multiples of 8, "
+    "rows on 16 bytes",
     numerics=Numerics(
         2**-13,
         of="terms",
@@ -273,9 +274,9 @@ GROUPED_GEMM_FP8 = Spec(
     "grouped_gemm_fp8",
     Tensor("x", "M K", FLOAT8, strided=True),
     _FP8_WEIGHTS[0],
-    _OFFSETS,
     Tensor("x_scale", "M K_blocks", "float32", strided=True, shape_text="[M, K / 128], rounded up"),
     _FP8_WEIGHTS[1],
+    _OFFSETS,
     _EXPECTED_ROWS,
     results=[Tensor("out", "M N", **_FP8_RESULT)],
     dims={**_OFFSETS_DIM, **_K_BLOCKS, **_N_BLOCKS},
@@ -287,7 +288,6 @@ GROUPED_GEMM_MASKED = Spec(
     "grouped_gemm_masked",
     Tensor("x", "E C K", FLOAT8, strided=True),
     _FP8_WEIGHTS[0],
-    Tensor("counts", "E", INDICES),
     Tensor(
         "x_scale",
         "E C K_blocks",
@@ -296,6 +296,7 @@ GROUPED_GEMM_MASKED = Spec(
         shape_text="[E, C, K / 128], rounded up",
     ),
     _FP8_WEIGHTS[1],
+    Tensor("counts", "E", INDICES),
     _EXPECTED_ROWS,
     results=[Tensor("out", "E C N", **_FP8_RESULT)],
     dims={**_K_BLOCKS, **_N_BLOCKS},
