@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts that the kernels of moe_up, moe_down and grouped_gemm share."""
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from linear_layouts_cute import EPI, OPERAND_MAJORS
 
@@ -15,10 +16,14 @@ def next_stage(stages, index, phase):
 
 
 @cute.jit
-def release(empty, index):
-    """One arrival per warp."""
+def release(empty, index, cluster=1):
+    """One arrival per warp, in each block of the cluster."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(empty + index)
+        if const_expr(cluster == 1):
+            cute.arch.mbarrier_arrive(empty + index)
+        else:
+            for rank in cutlass.range_constexpr(cluster):
+                cute.arch.mbarrier_arrive(empty + index, rank)
 
 
 def sync(barrier, threads):
@@ -30,10 +35,11 @@ def tensor_in(field, layout):
     return field.get_tensor(layout.outer, swizzle=layout.inner)
 
 
-def box_copies(tma, smem, places, box):
-    """A TMA copy's stages in shared memory and its boxes in `places`."""
-    boxes = cute.zipped_divide(places, box)
-    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), boxes)
+def box_copies(tma, smem, places, box, rank=0, cluster=1):
+    """A TMA copy's stages in shared memory and its boxes in `places`; of a multicast one, a rank's
+    share."""
+    boxes, smem = cute.zipped_divide(places, box), cute.group_modes(smem, 0, 2)
+    return cpasync.tma_partition(tma, rank, cute.make_layout(cluster), smem, boxes)
 
 
 def group_places(groups, rows, columns):

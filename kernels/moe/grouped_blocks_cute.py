@@ -55,9 +55,10 @@ class GroupedBlocks(GroupedGemm):
     arguments = BlocksArguments
     scaled = True
 
-    def __init__(self, name, dtype, tile_m, tile_n, stages):
+    def __init__(self, name, dtype, tile_m, tile_n, stages, cluster):
         super().__init__(name, dtype, "plain", tile_m, tile_n, stages)
         self.out_dtype = cutlass.BFloat16
+        self.cluster = cluster
         self.by_rows = tile_m == CONSUMERS * EPI  # how the warpgroups share a tile
         self.pieces = tile_n // EPI if self.by_rows else 1
         self.buffers = 1
@@ -159,7 +160,7 @@ class GroupedBlocks(GroupedGemm):
             else:
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + index, phase)
-                    release(empty, index)
+                    release(empty, index, self.cluster)
                     index, phase = next_stage(self.stages, index, phase)
             at = (row + my_row, column * self.tile_n + my_column)
             self.put_rows(p, storage, thread % WARPGROUP, consumer, sums, at, end)

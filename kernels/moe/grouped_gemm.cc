@@ -2,6 +2,7 @@
 #include "kernels/moe/grouped_gemm.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/moe/grouped_gemm_kernels.h"
@@ -171,7 +172,13 @@ int rows_of_tiles(const GroupedGemmCall& call, const Problem& p) {
 const GroupedGemmKernel* find(GroupedKind kind, DType dtype, int tile_m) {
   for (const GroupedGemmKernel& kernel : KernelTable(grouped_gemm_kernels)) {
     const GroupedGemmVariant& v = kernel.variant;
-    if (v.kind == kind && v.dtype == dtype && v.tile_m == tile_m) return &kernel;
+    if (v.kind == kind && v.dtype == dtype && v.tile_m == tile_m) {
+      if (tile_m == 128 && dtype == DType::kFloat8E4M3 && std::getenv("TIERCEL_GROUPED_ALONE") &&
+          v.cluster > 1) {
+        continue;
+      }
+      return &kernel;
+    }
   }
   return nullptr;
 }
@@ -196,7 +203,11 @@ struct Choice {
 
   LaunchConfig config(int multiprocessors) const {
     LaunchConfig config;
-    config.grid.x = static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors));
+    // `tiles` are those of a cluster.
+    const int cluster = kernel->variant.cluster;
+    const int64_t clusters = std::min<int64_t>(tiles, multiprocessors / cluster);
+    config.grid.x = static_cast<uint32_t>(clusters * cluster);
+    config.cluster.x = static_cast<uint32_t>(cluster);
     config.block.x = kernel->block;
     config.dynamic_smem = kernel->dynamic_smem;
     config.dependent = kernel->dependent;
@@ -220,7 +231,7 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
   int64_t rows = std::min(p.m, p.m / v.tile_m + p.groups + 2);
   if (of_weight) rows = p.groups * ceil_div(p.k, v.tile_m);
   if (p.capacity != 0) rows = p.groups * ceil_div(p.capacity, v.tile_m);
-  choice->tiles = rows * ceil_div(p.n, v.tile_n);
+  choice->tiles = rows * ceil_div(p.n, v.tile_n * v.cluster);
   if (choice->tiles > INT32_MAX / 4) {
     return Status::Unimplemented(std::string(names.op) + ": too large for one launch, got " +
                                  shape_text(call.out->shape, call.out->ndim));

@@ -209,14 +209,3 @@ def test_the_short_adder_of_the_tensor_cores(expected):
     with options(short_fp8_adder=True):
         got = sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, expected, None)
     assert ((got.double() - due).abs() <= 1.01 * 2**-8 * due.abs() + 2**-11 * terms).all()
-
-
-def test_both_tiles_have_the_same_bits():
-    x, x_scale = values(200, 656, seed=1), scales(200, 6, seed=4)
-    w, w_scale = weights(3, 264, 656)
-    offsets = bounds([90, 7, 100])
-    few, many = (
-        sm90("grouped_gemm_fp8")(x, w, x_scale, w_scale, offsets, expected, None)
-        for expected in (FEW, MANY)
-    )
-    assert torch.equal(few, many)

@@ -86,16 +86,6 @@ def test_counts(columns, expected):
     assert_close(got[used], due[used], terms[used])
 
 
-def test_both_tiles_have_the_same_bits():
-    x, w, x_scale, w_scale = operands((3000,), 7, 520, 2064)
-    offsets = bounds([5, 1000, 0, 64, 900, 31, 1000])
-    few, many = (
-        tiercel.grouped_gemm(x, w, offsets, x_scale=x_scale, w_scale=w_scale, expected_rows=rows)
-        for rows in (FEW, MANY)
-    )
-    assert torch.equal(few, many)
-
-
 def test_rows_and_groups_do_not_depend_on_others():
     """A group alone has the bits that it has among others."""
     x, w, x_scale, w_scale = operands((1000,), 3, 264, 2064)

@@ -32,9 +32,10 @@ def plan(make, masked=False, m=M, e=E, c=C, n=N, k=K, index="int32", expected=0,
 @pytest.mark.parametrize("index", ["int32", "int64"])
 def test_plans(make, index):
     made = plan(make, index=index)
-    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256"
-    assert made["tiles"] == (M // 128 + E + 2) * 2
-    assert made["grid"] == made["tiles"] and made["block"] == 384
+    # Pairs of thread blocks take neighbouring tiles of 256 columns.
+    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256_pairs"
+    assert made["tiles"] == M // 128 + E + 2
+    assert made["grid"] == 2 * made["tiles"] and made["block"] == 384
     assert plan(make, m=100_000)["grid"] == 132
     few = plan(make, m=200, index=index)
     assert few["kernel"] == "grouped_gemm_fp8_blocks_64x128"
@@ -44,7 +45,7 @@ def test_plans(make, index):
 
 def test_plans_of_counts(make):
     made = plan(make, masked=True)
-    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256" and made["tiles"] == E * 2
+    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256_pairs" and made["tiles"] == E
     few = plan(make, masked=True, c=50)
     assert few["kernel"] == "grouped_gemm_fp8_blocks_64x128" and few["tiles"] == E * 3
 

@@ -160,7 +160,7 @@ def grouped_gemm(
         w_scale: float32 ``[E, ceil(N / 128), ceil(K / 128)]``, contiguous: one for each 128x128
             values.
         expected_rows: With scales, how many rows a group with rows has, about; 0 for M / E, or C.
-            The tiles are chosen by it, and nothing else depends on it.
+            The tiles are chosen by it; any number is right.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
