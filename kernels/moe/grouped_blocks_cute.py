@@ -6,8 +6,8 @@ of the sum, and beside them their scales, which warp 1 copies. The products of a
 into float32 sums in registers (moe_block_scales_cute.py).
 
   tiles     the two warpgroups                       for
-  128x256   have 64 rows each, and scale the two     many rows: an L2 load of 48 KB serves
-            halves of the columns in turn            1024 cycles of products
+  128x256   have 64 rows each, and scale the two     many rows: 48 KB serve 1024 cycles of
+            halves of the columns in turn            products
   64x128    have 64 columns each                     few rows: the matrices' bytes bind it, and
                                                      there are twice as many tiles to share out
 
@@ -73,23 +73,19 @@ class GroupedBlocks(GroupedGemm):
 
     @cute.jit
     def begin(self, p, part):
-        row = Int32(0)
-        if p.capacity > 0:
-            row = (part - 1) * p.capacity
-        else:
+        row = (part - 1) * p.capacity
+        if p.capacity == 0:
             row = self.bound(p, part)
         return row
 
     @cute.jit
     def end(self, p, part):
-        row = Int32(0)
-        if p.capacity > 0:
-            group = part - 1
-            row = group * p.capacity
-            if (group >= 0) & (group < p.groups):
-                row += self.nearest(p, group, p.capacity)
-        else:
+        group = part - 1
+        row = group * p.capacity
+        if p.capacity == 0:
             row = self.bound(p, part + 1)
+        elif (group >= 0) & (group < p.groups):
+            row += self.nearest(p, group, p.capacity)
         return row
 
     # -- to shared memory --------------------------------------------------------------------------

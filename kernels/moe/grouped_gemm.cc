@@ -115,9 +115,9 @@ Status check_scaled(const GroupedGemmCall& call, Problem* problem) {
   if (call.w_scale->ndim != 3) return check_rank(w_scale, 3);
   for (int i = 0; i < call.x_scale->ndim; ++i) {
     if (call.x_scale->shape[i] > 1 && call.x_scale->strides[i] > INT32_MAX) {
-      return Status::Unimplemented(mismatch(
-          x_scale, "have strides below 2^31",
-          "strides " + shape_text(call.x_scale->strides, call.x_scale->ndim)));
+      return Status::Unimplemented(
+          mismatch(x_scale, "have strides below 2^31",
+                   "strides " + shape_text(call.x_scale->strides, call.x_scale->ndim)));
     }
   }
   if (masked && call.a->shape[0] > 1 &&
@@ -239,7 +239,8 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
   choice->kernel = kernel;
   // The maps' own rules, reported before a driver is needed. Without rows nothing is read.
   if (p.m == 0 || p.groups == 0) return Status();
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(kernel->maps[0], Rows(*call.a, p).view, names.op, names.a));
+  TIERCEL_RETURN_IF_ERROR(
+      check_tensor_map(kernel->maps[0], Rows(*call.a, p).view, names.op, names.a));
   return check_tensor_map(kernel->maps[1], *call.b, names.op, names.b);
 }
 

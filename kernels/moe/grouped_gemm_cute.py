@@ -70,7 +70,7 @@ class Arguments(NamedTuple):
 class GroupedGemm:
     arguments = Arguments
     scaled = False  # float8 with scales of blocks: grouped_blocks_cute.py
-    cluster = 1  # thread blocks that take neighbouring columns of the same rows, which are multicast
+    cluster = 1  # thread blocks on neighbouring columns, to all of which a is multicast
 
     def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
         self.name = name

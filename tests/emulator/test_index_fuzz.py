@@ -283,7 +283,9 @@ def test_grouped_gemm_of_float8(case):
     sizes = (groups, rows) if masked else (rows,)
     x, x_scale = draw.normal(*sizes, k).to(torch.float8_e4m3fn), draw.uniform(*sizes, blocks)
     if masked:
-        numbers = draw.strays(torch.randint(rows + 1, (groups,), generator=draw.generator), rows, wide)
+        numbers = draw.strays(
+            torch.randint(rows + 1, (groups,), generator=draw.generator), rows, wide
+        )
         used = torch.arange(rows) < numbers[:, None]
     else:
         ends = torch.randint(rows + 1, (groups + 1,), generator=draw.generator)

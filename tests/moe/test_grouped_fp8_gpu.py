@@ -24,7 +24,12 @@ def operands(rows, groups, n, k, seed=0):
         return torch.rand(*shape, device="cuda", generator=generator) + 0.1
 
     across, down = -(-k // 128), -(-n // 128)
-    return normal(*rows, k), normal(groups, n, k), scales(*rows, across), scales(groups, down, across)
+    return (
+        normal(*rows, k),
+        normal(groups, n, k),
+        scales(*rows, across),
+        scales(groups, down, across),
+    )
 
 
 def truth(x, w, x_scale, w_scale, offsets=None, counts=None):

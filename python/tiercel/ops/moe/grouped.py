@@ -138,9 +138,9 @@ def grouped_gemm(
     ``C`` rows of memory each, of which the first ``counts[e]`` are used; the others of the result
     are not written.
 
-    Sums are float32. Differentiable in ``x`` and ``w``, but not with scales. Works under torch.compile and
-    torch.export, and in CUDA graphs; it never synchronises: the sizes of groups are read on the
-    device, in the backward too.
+    Sums are float32. Differentiable in ``x`` and ``w``, but not with scales. Works under
+    torch.compile and torch.export, and in CUDA graphs; it never synchronises: the sizes of groups
+    are read on the device, in the backward too.
 
     Args:
         x: ``[M, K]`` bfloat16 or float16, or, with scales, float8_e4m3fn; with ``counts``
@@ -148,10 +148,10 @@ def grouped_gemm(
             of 8 (float8: 16), rows at multiples of 16 bytes, and up to 512 groups; ref takes
             others.
         w: ``[E, N, K]``, the dtype of ``x``.
-        offsets: None with ``counts``. ``[E + 1]`` int32 or int64, contiguous, not decreasing: where groups begin, and
-            where the last one ends. Groups may be empty. An offset below 0 counts as 0, one
-            beyond M as M; where offsets decrease, a row that several groups have gets the product
-            of any of them, or zeros.
+        offsets: ``[E + 1]`` int32 or int64, contiguous, not decreasing: where groups begin, and
+            where the last one ends; None with ``counts``. Groups may be empty. An offset below 0
+            counts as 0, one beyond M as M; where offsets decrease, a row that several groups have
+            gets the product of any of them, or zeros.
         counts: ``[E]`` int32 or int64, contiguous, only with scales: rows of each group. A count
             below 0 counts as 0, one beyond C as C.
         x_scale: float32 ``[M, ceil(K / 128)]``, or ``[E, C, ceil(K / 128)]``, with any strides:

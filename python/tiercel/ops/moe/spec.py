@@ -246,7 +246,7 @@ GROUPED_GEMM = Spec(
     _OFFSETS,
     results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
     dims=_OFFSETS_DIM,
-    limits="512 groups; K (float8: with scales of blocks, a multiple of 16) and N multiples of 8, "
+    limits="512 groups; K and N multiples of 8 (float8, with scales of blocks: K of 16), "
     "rows on 16 bytes",
     numerics=Numerics(
         2**-13,
