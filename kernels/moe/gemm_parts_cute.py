@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts that the kernels of moe_up, moe_down and grouped_gemm share."""
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from linear_layouts_cute import EPI, OPERAND_MAJORS
 
@@ -16,14 +15,10 @@ def next_stage(stages, index, phase):
 
 
 @cute.jit
-def release(empty, index, cluster=1):
-    """One arrival per warp, in each block of the cluster."""
+def release(empty, index):
+    """One arrival per warp."""
     with cute.arch.elect_one():
-        if const_expr(cluster == 1):
-            cute.arch.mbarrier_arrive(empty + index)
-        else:
-            for rank in cutlass.range_constexpr(cluster):
-                cute.arch.mbarrier_arrive(empty + index, rank)
+        cute.arch.mbarrier_arrive(empty + index)
 
 
 def sync(barrier, threads):
@@ -35,11 +30,10 @@ def tensor_in(field, layout):
     return field.get_tensor(layout.outer, swizzle=layout.inner)
 
 
-def box_copies(tma, smem, places, box, rank=0, cluster=1):
-    """A TMA copy's stages in shared memory and its boxes in `places`; of a multicast one, a rank's
-    share."""
-    boxes, smem = cute.zipped_divide(places, box), cute.group_modes(smem, 0, 2)
-    return cpasync.tma_partition(tma, rank, cute.make_layout(cluster), smem, boxes)
+def box_copies(tma, smem, places, box):
+    """A TMA copy's stages in shared memory and its boxes in `places`."""
+    boxes = cute.zipped_divide(places, box)
+    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), boxes)
 
 
 def group_places(groups, rows, columns):

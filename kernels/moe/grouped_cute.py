@@ -12,8 +12,8 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
 
-# Of float8: for many rows per group, and for few. Last the blocks of a cluster.
-_BLOCKS_SHAPES = ((128, 256, 4, 2), (64, 128, 8, 1), (128, 256, 4, 1))
+# Of float8: for many rows per group, and for few.
+_BLOCKS_SHAPES = ((128, 256, 4), (64, 128, 8))
 
 
 def _problems(arguments, *every):
@@ -34,7 +34,7 @@ def _maps(kernel):
     sizes = zip((kernel.tile_m, kernel.tile_n), kernel.majors, strict=True)
     step = kernel.tile_k
     a_box, b_box = ((size, step) if major == "k" else (step, EPI) for size, major in sizes)
-    a = TensorMap("a", ("m", "k"), (a_box[0] // kernel.cluster, a_box[1]))
+    a = TensorMap("a", ("m", "k"), a_box)
     if kernel.scaled:
         return a, TensorMap("b", ("groups", "n", "k"), (1, *b_box))
     if kernel.of_weight:
@@ -57,7 +57,6 @@ def _declared(kernel, enumerator, kind, problems):
         parameters=(*_maps(kernel), *parameters),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
-        cluster=(kernel.cluster, 1, 1),
         smem=kernel.smem_bytes(),
         dependent=True,
     )
@@ -66,7 +65,6 @@ def _declared(kernel, enumerator, kind, problems):
         f"GroupedKind::{_KINDS[kind]}",
         str(kernel.tile_m),
         str(kernel.tile_n),
-        str(kernel.cluster),
     )
     arguments = (a, b, *parameters, Scalar("blocks"))
     return Function(kernel.name, kernel, arguments, (launch,), attributes, problems)
@@ -79,9 +77,9 @@ def _function(dtype, kind):
     return _declared(GroupedGemm(name, element, kind, *_SHAPE), enumerator, kind, _PROBLEMS)
 
 
-def _blocks(tile_m, tile_n, stages, cluster):
-    name = f"grouped_gemm_fp8_blocks_{tile_m}x{tile_n}" + "_pairs" * (cluster > 1)
-    kernel = GroupedBlocks(name, cutlass.Float8E4M3FN, tile_m, tile_n, stages, cluster)
+def _blocks(tile_m, tile_n, stages):
+    name = f"grouped_gemm_fp8_blocks_{tile_m}x{tile_n}"
+    kernel = GroupedBlocks(name, cutlass.Float8E4M3FN, tile_m, tile_n, stages)
     return _declared(kernel, "kFloat8E4M3", "plain", _BLOCKS_PROBLEMS)
 
 

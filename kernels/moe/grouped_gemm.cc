@@ -2,7 +2,6 @@
 #include "kernels/moe/grouped_gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/moe/grouped_gemm_kernels.h"
@@ -17,8 +16,9 @@ namespace tiercel {
 namespace {
 
 constexpr int64_t kMostGroups = 512;  // as in grouped_gemm_cute.py
-// Up to so many rows per group, tiles of 64 rows: beyond, many groups would have two of them.
-constexpr int64_t kFewRows = 56;
+// Up to so many rows per group, tiles of 64 rows. Beyond, many groups have two of them, which took
+// longer than one of 128 rows (H200).
+constexpr int64_t kFewRows = 48;
 
 struct Names {
   const char *op, *a, *b;
@@ -172,13 +172,7 @@ int rows_of_tiles(const GroupedGemmCall& call, const Problem& p) {
 const GroupedGemmKernel* find(GroupedKind kind, DType dtype, int tile_m) {
   for (const GroupedGemmKernel& kernel : KernelTable(grouped_gemm_kernels)) {
     const GroupedGemmVariant& v = kernel.variant;
-    if (v.kind == kind && v.dtype == dtype && v.tile_m == tile_m) {
-      if (tile_m == 128 && dtype == DType::kFloat8E4M3 && std::getenv("TIERCEL_GROUPED_ALONE") &&
-          v.cluster > 1) {
-        continue;
-      }
-      return &kernel;
-    }
+    if (v.kind == kind && v.dtype == dtype && v.tile_m == tile_m) return &kernel;
   }
   return nullptr;
 }
@@ -203,11 +197,7 @@ struct Choice {
 
   LaunchConfig config(int multiprocessors) const {
     LaunchConfig config;
-    // `tiles` are those of a cluster.
-    const int cluster = kernel->variant.cluster;
-    const int64_t clusters = std::min<int64_t>(tiles, multiprocessors / cluster);
-    config.grid.x = static_cast<uint32_t>(clusters * cluster);
-    config.cluster.x = static_cast<uint32_t>(cluster);
+    config.grid.x = static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors));
     config.block.x = kernel->block;
     config.dynamic_smem = kernel->dynamic_smem;
     config.dependent = kernel->dependent;
@@ -231,7 +221,7 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
   int64_t rows = std::min(p.m, p.m / v.tile_m + p.groups + 2);
   if (of_weight) rows = p.groups * ceil_div(p.k, v.tile_m);
   if (p.capacity != 0) rows = p.groups * ceil_div(p.capacity, v.tile_m);
-  choice->tiles = rows * ceil_div(p.n, v.tile_n * v.cluster);
+  choice->tiles = rows * ceil_div(p.n, v.tile_n);
   if (choice->tiles > INT32_MAX / 4) {
     return Status::Unimplemented(std::string(names.op) + ": too large for one launch, got " +
                                  shape_text(call.out->shape, call.out->ndim));

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from gemm_parts_cute import (
     box_copies,
@@ -70,7 +70,6 @@ class Arguments(NamedTuple):
 class GroupedGemm:
     arguments = Arguments
     scaled = False  # float8 with scales of blocks: grouped_blocks_cute.py
-    cluster = 1  # thread blocks on neighbouring columns, to all of which a is multicast
 
     def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
         self.name = name
@@ -139,9 +138,7 @@ class GroupedGemm:
         *values, blocks, stream = arguments
         p = self.arguments(*values)
         groups, m, n, k = p.groups, p.m, p.n, p.k
-        load = load_a = cpasync.CopyBulkTensorTileG2SOp()
-        if const_expr(self.cluster > 1):
-            load_a = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
         a_layout, b_layout, y_layout = self.smem_layouts()
         n8 = cute.assume(n, divby=8)
         out_matrix = cute.make_layout((m, n8), stride=(n8, 1))
@@ -151,11 +148,10 @@ class GroupedGemm:
         else:
             a_matrix, b_matrix = matrix(m, k, "k", self.unit), self.matrices(groups, n, k)
         tma_a, _ = cpasync.make_tiled_tma_atom(
-            load_a,
+            load,
             cute.make_tensor(a, a_matrix),
             cute.slice_(a_layout, (None, None, 0)),
             (self.tile_m, self.tile_k),
-            num_multicast=self.cluster,
         )
         tma_b, _ = cpasync.make_tiled_tma_atom(
             load,
@@ -178,7 +174,6 @@ class GroupedGemm:
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
-            **({"cluster": (self.cluster, 1, 1)} if self.cluster > 1 else {}),
         )
 
     @cute.kernel
@@ -201,7 +196,7 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1 + 32 * self.scaled)
-                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS * self.cluster)
+                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -209,13 +204,10 @@ class GroupedGemm:
             if warp_index == 0:
                 self.count_tiles(storage, p, thread)
         cute.arch.sync_threads()
-        if const_expr(self.cluster > 1):  # the other block's barriers exist
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
-        columns = cute.ceil_div(p.n, self.tile_n * self.cluster)
-        first = cute.arch.block_idx()[0] // self.cluster
-        grid = cute.arch.grid_dim()[0] // self.cluster
+        columns = cute.ceil_div(p.n, self.tile_n)
+        first = cute.arch.block_idx()[0]
+        grid = cute.arch.grid_dim()[0]
         tiles = Int32(0)
         if const_expr(self.of_weight):
             tiles = p.groups * cute.ceil_div(p.k, self.tile_m) * columns
@@ -256,10 +248,12 @@ class GroupedGemm:
 
     @cute.jit
     def begin(self, p, part):
+        """The first row of a part."""
         return self.bound(p, part)
 
     @cute.jit
     def end(self, p, part):
+        """The row behind its last one."""
         return self.bound(p, part + 1)
 
     @cute.jit
@@ -288,8 +282,6 @@ class GroupedGemm:
         storage, p, columns = search
         groups, k = p.groups, p.k
         row_tile, column = number // columns, number % columns
-        if const_expr(self.cluster > 1):
-            column = column * self.cluster + cute.arch.block_idx_in_cluster()
         group, row, end, low, high = Int32(0), Int32(0), k, Int32(0), k
         if const_expr(self.of_weight):
             rows = cute.ceil_div(k, self.tile_m)
@@ -321,8 +313,6 @@ class GroupedGemm:
         first, grid, tiles = place
         a_layout, b_layout, _ = self.smem_layouts()
         sa, sb = tensor_in(storage.a, a_layout), tensor_in(storage.b, b_layout)
-        everyone = (1 << self.cluster) - 1
-        rank = cute.arch.block_idx_in_cluster() if const_expr(self.cluster > 1) else 0
         index, phase = Int32(0), Int32(1)
         for number in cutlass.range(first, tiles, grid, unroll=1):
             group, row, _, column, low, _, steps = self.find(search, number)
@@ -333,8 +323,7 @@ class GroupedGemm:
             else:
                 of_a = cute.domain_offset((row, 0), coordinates(m, k))
                 of_b = cute.domain_offset((column, 0, group), self.places(groups, n, k))
-            box = (self.tile_m, self.tile_k)
-            to_a, from_a = box_copies(tma_a, sa, of_a, box, rank, self.cluster)
+            to_a, from_a = box_copies(tma_a, sa, of_a, (self.tile_m, self.tile_k))
             to_b, from_b = box_copies(tma_b, sb, of_b, (self.tile_n, self.tile_k))
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
@@ -344,19 +333,8 @@ class GroupedGemm:
                         barrier, (self.tile_m + self.tile_n) * ROW
                     )
                 at_b = (0, step) if const_expr(self.of_weight) else (0, step, 0)
-                cute.copy(
-                    tma_a,
-                    from_a[None, (0, step)],
-                    to_a[None, index],
-                    tma_bar_ptr=barrier,
-                    mcast_mask=None if const_expr(self.cluster == 1) else Int16(everyone),
-                )
+                cute.copy(tma_a, from_a[None, (0, step)], to_a[None, index], tma_bar_ptr=barrier)
                 cute.copy(tma_b, from_b[None, at_b], to_b[None, index], tma_bar_ptr=barrier)
-                index, phase = next_stage(self.stages, index, phase)
-        if const_expr(self.cluster > 1):
-            # Until the other block's last arrivals and copies are here, this one must not end.
-            for _ in cutlass.range(self.stages, unroll=1):
-                cute.arch.mbarrier_wait(empty + index, phase)
                 index, phase = next_stage(self.stages, index, phase)
 
     # -- products ----------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales=None,
             _wait(v, full, index, phase)
             upper, lower, first, second = _step_scales(v, storage, index, row)
         warpgroup.wait_group(0)
-        release(empty, now, v.cluster)
+        release(empty, now)
         add_scaled(sums, cute.size(sums) - cute.size(accs[1]), accs[1], by_second)
     return index, phase
 

@@ -36,7 +36,6 @@ class MoeVariant:
         self.width = self.half if self.up else tile_n  # columns of the result
         self.chunk = min(self.width, EPI)  # columns stored at a time
         self.stages = stages
-        self.cluster = 1  # thread blocks
         self.threads = (1 + CONSUMERS) * WARPGROUP
         # Tiles of 64 rows: the warpgroups take turns with whole tiles. Else they share each tile.
         self.pingpong = tile_m == EPI

@@ -182,7 +182,7 @@ def test_counts_that_are_none(expected):
 
 @BOTH
 def test_the_tiles_are_chosen_by_the_capacity(expected):
-    check_masked([40, 3], 50 * expected, 72, 144, 0)
+    check_masked([40, 3], 48 * expected, 72, 144, 0)
 
 
 def test_rows_beyond_a_count_are_not_written():

@@ -32,26 +32,25 @@ def plan(make, masked=False, m=M, e=E, c=C, n=N, k=K, index="int32", expected=0,
 @pytest.mark.parametrize("index", ["int32", "int64"])
 def test_plans(make, index):
     made = plan(make, index=index)
-    # Pairs of thread blocks take neighbouring tiles of 256 columns.
-    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256_pairs"
-    assert made["tiles"] == M // 128 + E + 2
-    assert made["grid"] == 2 * made["tiles"] and made["block"] == 384
+    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256"
+    assert made["tiles"] == (M // 128 + E + 2) * 2
+    assert made["grid"] == made["tiles"] and made["block"] == 384
     assert plan(make, m=100_000)["grid"] == 132
-    few = plan(make, m=200, index=index)
+    few = plan(make, m=190, index=index)
     assert few["kernel"] == "grouped_gemm_fp8_blocks_64x128"
-    assert few["tiles"] == (200 // 64 + E + 2) * 3
+    assert few["tiles"] == (190 // 64 + E + 2) * 3
     assert all(p["dynamic_smem"] <= 232448 for p in (made, few))
 
 
 def test_plans_of_counts(make):
     made = plan(make, masked=True)
-    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256_pairs" and made["tiles"] == E
-    few = plan(make, masked=True, c=50)
+    assert made["kernel"] == "grouped_gemm_fp8_blocks_128x256" and made["tiles"] == E * 2
+    few = plan(make, masked=True, c=48)
     assert few["kernel"] == "grouped_gemm_fp8_blocks_64x128" and few["tiles"] == E * 3
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("expected", "tile"), [(1, 64), (56, 64), (57, 128), (10**9, 128)])
+@pytest.mark.parametrize(("expected", "tile"), [(1, 64), (48, 64), (49, 128), (10**9, 128)])
 def test_the_expected_rows_choose_the_tiles(make, masked, expected, tile):
     assert plan(make, masked, expected=expected)["tile_m"] == tile
 
