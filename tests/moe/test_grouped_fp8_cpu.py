@@ -5,6 +5,9 @@ import pytest
 import torch
 
 import tiercel
+from tiercel.core import index_checks
+from tiercel.core.op import ops
+from tiercel.core.spec import Call
 
 pytestmark = pytest.mark.torch
 
@@ -113,6 +116,17 @@ def test_wrong_arguments(changes, error, text):
     given["offsets"] = torch.tensor([0, 3, 3, 11, 20])
     with pytest.raises(error, match=f"^grouped_gemm: {text}"):
         tiercel.grouped_gemm(**given | changes)
+
+
+def test_indices_have_rules():
+    (x, w, *_), *_ = data()
+    x = x.view(4, 5, -1)
+    counts = Call(x=x, w=w, counts=torch.tensor([0, 5, 6, 1]))
+    with pytest.raises(ValueError, match=r"`counts` must hold numbers from 0 to 5, got 6 at \[2\]"):
+        index_checks.check("grouped_gemm", ops["grouped_gemm_masked"]._indices(counts))
+    offsets = Call(x=x[0], w=w, offsets=torch.tensor([0, 3, 2, 5, 5]))
+    with pytest.raises(ValueError, match="`offsets` must hold numbers that do not decrease"):
+        index_checks.check("grouped_gemm", ops["grouped_gemm_fp8"]._indices(offsets))
 
 
 def test_counts_need_scales():
