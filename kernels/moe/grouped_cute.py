@@ -3,6 +3,7 @@
 
 import cutlass
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
+from grouped_blocks_cute import BlocksArguments, GroupedBlocks
 from grouped_gemm_cute import Arguments, GroupedGemm
 from linear_layouts_cute import EPI
 
@@ -11,18 +12,31 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
 
-_SCALARS = tuple(name for name, kind in Arguments.__annotations__.items() if kind is cutlass.Int32)
-_PROBLEMS = tuple(
-    dict(zip((*_SCALARS, "blocks"), values, strict=True))
-    for values in ((5, 272, 336, 136, 1, 132), (1, 8, 16, 128, 2, 2))
+# Of float8: for many rows per group, and for few.
+_BLOCKS_SHAPES = ((128, 256, 4), (64, 128, 8))
+
+
+def _problems(arguments, *every):
+    """Every scalar has a value of its own, so that two that changed places do not go unnoticed."""
+    kinds = arguments.__annotations__.items()
+    scalars = [name for name, kind in kinds if kind is cutlass.Int32]
+    return tuple(dict(zip((*scalars, "blocks"), values, strict=True)) for values in every)
+
+
+_PROBLEMS = _problems(Arguments, (5, 272, 336, 136, 1, 132), (1, 8, 16, 128, 2, 2))
+_BLOCKS_PROBLEMS = _problems(
+    BlocksArguments, (5, 275, 336, 144, 1, 55, 99, 7, 3, 132), (3, 8, 16, 128, 2, 0, 5, 1, 9, 4)
 )
 
 
 def _maps(kernel):
     """The maps of a, b and the result. Operands whose K is strided have boxes of 64 by 64."""
     sizes = zip((kernel.tile_m, kernel.tile_n), kernel.majors, strict=True)
-    a_box, b_box = ((size, 64) if major == "k" else (64, EPI) for size, major in sizes)
+    step = kernel.tile_k
+    a_box, b_box = ((size, step) if major == "k" else (step, EPI) for size, major in sizes)
     a = TensorMap("a", ("m", "k"), a_box)
+    if kernel.scaled:
+        return a, TensorMap("b", ("groups", "n", "k"), (1, *b_box))
     if kernel.of_weight:
         out = TensorMap("out", ("groups", "k", "n"), (1, EPI, EPI))
         return a, TensorMap("b", ("m", "n"), b_box), out
@@ -31,17 +45,14 @@ def _maps(kernel):
     return a, TensorMap("b", ("groups", *sizes), (1, *b_box)), out
 
 
-def _function(dtype, kind):
-    element, enumerator = _DTYPES[dtype]
-    name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
-    name += f"_{dtype}_{_SHAPE[0]}x{_SHAPE[1]}"
-    kernel = GroupedGemm(name, element, kind, *_SHAPE)
-    a, b = (Pointer(name, element) for name in ("a", "b"))
+def _declared(kernel, enumerator, kind, problems):
+    a, b = (Pointer(name, kernel.dtype) for name in ("a", "b"))
     pointers = {
         "offsets": Pointer("offsets", cutlass.Int32, align=4),
-        "out": Pointer("out", element),
+        "out": Pointer("out", kernel.out_dtype),
+        **{name: Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale")},
     }
-    parameters = [pointers.get(name) or Scalar(name) for name in Arguments._fields]
+    parameters = [pointers.get(name) or Scalar(name) for name in kernel.arguments._fields]
     launch = Launch(
         parameters=(*_maps(kernel), *parameters),
         grid=("blocks", 1, 1),
@@ -56,8 +67,22 @@ def _function(dtype, kind):
         str(kernel.tile_n),
     )
     arguments = (a, b, *parameters, Scalar("blocks"))
-    return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
+    return Function(kernel.name, kernel, arguments, (launch,), attributes, problems)
+
+
+def _function(dtype, kind):
+    element, enumerator = _DTYPES[dtype]
+    name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
+    name += f"_{dtype}_{_SHAPE[0]}x{_SHAPE[1]}"
+    return _declared(GroupedGemm(name, element, kind, *_SHAPE), enumerator, kind, _PROBLEMS)
+
+
+def _blocks(tile_m, tile_n, stages):
+    name = f"grouped_gemm_fp8_blocks_{tile_m}x{tile_n}"
+    kernel = GroupedBlocks(name, cutlass.Float8E4M3FN, tile_m, tile_n, stages)
+    return _declared(kernel, "kFloat8E4M3", "plain", _BLOCKS_PROBLEMS)
 
 
 def functions():
-    return [_function(dtype, kind) for dtype in _DTYPES for kind in _KINDS]
+    grouped = [_function(dtype, kind) for dtype in _DTYPES for kind in _KINDS]
+    return [*grouped, *(_blocks(*shape) for shape in _BLOCKS_SHAPES)]

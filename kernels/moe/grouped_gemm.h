@@ -31,12 +31,22 @@ struct GroupedGemmPlan {
 // a, b and out are all bfloat16 or all float16. Rows of a and b are contiguous and begin at
 // multiples of 16 bytes; out and offsets are contiguous. N and K are multiples of 8, and there are
 // up to 512 groups. Sums are float32; rows of out that are in no group become zeros.
+//
+// With scales, of kPlain only, a and b are float8_e4m3fn, out is bfloat16 and K is a multiple of
+// 16. x_scale [M, ceil(K / 128)] has any strides, w_scale [E, ceil(N / 128), ceil(K / 128)] is
+// contiguous. Then a may be [E, C, K], x_scale [E, C, ...] and out [E, C, N]: `offsets` are counts
+// [E] then, and the rows from counts[e] on are neither multiplied nor written (a count outside 0 to
+// C counts as the nearest of these).
 struct GroupedGemmCall {
   GroupedKind kind = GroupedKind::kPlain;
   const TensorView* a = nullptr;
   const TensorView* b = nullptr;
   const TensorView* offsets = nullptr;
   const TensorView* out = nullptr;
+  const TensorView* x_scale = nullptr;
+  const TensorView* w_scale = nullptr;
+  // Of float8: rows of a group to choose tiles by; 0: the mean, or C.
+  int64_t expected_rows = 0;
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and

@@ -49,7 +49,6 @@ from linear_layouts_cute import (
 
 CONSUMERS = 2  # warpgroups that multiply
 MOST_GROUPS = 512
-_STEP = 64  # elements of the sum per stage
 _BOTH = 1  # named barriers: of the two warpgroups,
 _WARPGROUP = 2  # and 3: within one
 _MOST_SEARCHED = 512  # the search's first step
@@ -69,50 +68,56 @@ class Arguments(NamedTuple):
 
 
 class GroupedGemm:
+    arguments = Arguments
+    scaled = False  # float8 with scales of blocks: grouped_blocks_cute.py
+
     def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
         self.name = name
-        self.dtype = dtype
+        self.dtype = self.out_dtype = dtype
         self.of_weight = kind == "grad_weight"
         self.majors = MAJORS.get(kind, ("k", "k"))
         self.tile_m, self.tile_n = tile_m, tile_n
-        self.tile_k = ROW // 2
+        self.tile_k = ROW * 8 // dtype.width  # elements of the sum per stage
+        self.unit = 128 // dtype.width  # elements in 16 bytes
         self.stages = stages
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.pieces = tile_n // EPI  # stored per warpgroup
-        assert tile_m == CONSUMERS * EPI
+        self.buffers = self.pieces  # in shared memory, per warpgroup
+        self.words = MOST_GROUPS + 4  # of the table of tiles
+        assert self.scaled or tile_m == CONSUMERS * EPI
 
     def smem_layouts(self):
         """Staged layouts of a, b and the output's pieces."""
         return (
             swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
             swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
-            swizzled(self.dtype, EPI, EPI, self.pieces * CONSUMERS),
+            swizzled(self.out_dtype, EPI, EPI, self.buffers * CONSUMERS),
         )
 
     def storage(self):
-        def tiles(layout):
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+        def tiles(dtype, layout):
+            return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
 
         a_layout, b_layout, y_layout = self.smem_layouts()
 
         @cute.struct
         class Storage:
-            a: tiles(a_layout)
-            b: tiles(b_layout)
-            y: tiles(y_layout)
+            a: tiles(self.dtype, a_layout)
+            b: tiles(self.dtype, b_layout)
+            y: tiles(self.out_dtype, y_layout)
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            begins: cute.struct.MemRange[Int32, MOST_GROUPS + 4]
+            words: cute.struct.MemRange[Int32, self.words]  # first how many tiles begin before
 
         return Storage
 
     def smem_bytes(self):
         """The size of storage() as the launch requests it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return round_up(ring + self.pieces * CONSUMERS * EPI * EPI * 2 + (MOST_GROUPS + 4) * 4)
+        return round_up(ring + self.buffers * CONSUMERS * EPI * EPI * 2 + self.words * 4)
 
     def matrices(self, groups, n, k):
         """The groups' matrices in memory, as (column of the result, element of the sum, group)."""
-        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=8)
+        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=self.unit)
         stride = (k8, 1, n8 * k8) if self.majors[1] == "k" else (1, n8, n8 * k8)
         return cute.make_layout((n8, k8, groups), stride=stride)
 
@@ -131,7 +136,7 @@ class GroupedGemm:
     @cute.jit
     def __call__(self, a, b, *arguments):
         *values, blocks, stream = arguments
-        p = Arguments(*values)
+        p = self.arguments(*values)
         groups, m, n, k = p.groups, p.m, p.n, p.k
         load = cpasync.CopyBulkTensorTileG2SOp()
         a_layout, b_layout, y_layout = self.smem_layouts()
@@ -141,25 +146,27 @@ class GroupedGemm:
             a_matrix, b_matrix = matrix(k, m, "mn"), matrix(n, m, "mn")
             out_matrix = cute.make_layout((k, n8, groups), stride=(n8, 1, n8 * k))
         else:
-            a_matrix, b_matrix = matrix(m, k, "k"), self.matrices(groups, n, k)
+            a_matrix, b_matrix = matrix(m, k, "k", self.unit), self.matrices(groups, n, k)
         tma_a, _ = cpasync.make_tiled_tma_atom(
             load,
             cute.make_tensor(a, a_matrix),
             cute.slice_(a_layout, (None, None, 0)),
-            (self.tile_m, _STEP),
+            (self.tile_m, self.tile_k),
         )
         tma_b, _ = cpasync.make_tiled_tma_atom(
             load,
             cute.make_tensor(b, b_matrix),
             cute.slice_(b_layout, (None, None, 0)),
-            (self.tile_n, _STEP),
+            (self.tile_n, self.tile_k),
         )
-        tma_out, _ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            cute.make_tensor(p.out, out_matrix),
-            cute.slice_(y_layout, (None, None, 0)),
-            (EPI, EPI),
-        )
+        tma_out = None
+        if const_expr(not self.scaled):
+            tma_out, _ = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(),
+                cute.make_tensor(p.out, out_matrix),
+                cute.slice_(y_layout, (None, None, 0)),
+                (EPI, EPI),
+            )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(tma_a, tma_b, tma_out, p).launch(
             grid=(blocks, 1, 1),
@@ -174,8 +181,8 @@ class GroupedGemm:
         self,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
-        tma_out: cute.CopyAtom,  # only for the results of groups
-        p: Arguments,
+        tma_out: cute.CopyAtom | None,
+        p: tuple,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -188,7 +195,7 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(tma_b)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(full + i, 1 + 32 * self.scaled)
                     cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
@@ -205,13 +212,16 @@ class GroupedGemm:
         if const_expr(self.of_weight):
             tiles = p.groups * cute.ceil_div(p.k, self.tile_m) * columns
         else:
-            tiles = storage.begins.data_ptr()[p.groups + 2] * columns
+            tiles = storage.words.data_ptr()[p.groups + 2] * columns
         search = (storage, p, columns)
         ring = (full, empty)
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(40)
             if warp_index == 0:
                 self.load(tma_a, tma_b, ring, search, (first, grid, tiles))
+            if const_expr(self.scaled):
+                if warp_index == 1:
+                    self.load_scales(ring, search, (first, grid, tiles), thread - 32)
         else:
             cute.arch.setmaxregister_increase(232)
             consumer = warpgroup_index - 1
@@ -222,27 +232,41 @@ class GroupedGemm:
     @cute.jit
     def bound(self, p, index):
         """Where part `index` begins: 0 are the rows before all groups, groups + 1 those after."""
-        words, m = p.offset_words, p.m
-        at = cutlass.min(cutlass.max(index - 1, 0), p.groups) * words
+        row = self.nearest(p, cutlass.min(cutlass.max(index - 1, 0), p.groups), p.m)
+        row = Int32(0) if index == 0 else row
+        return p.m if index > p.groups + 1 else row
+
+    @cute.jit
+    def nearest(self, p, index, most):
+        """The number from 0 to `most` that is nearest to an offset, whatever that is."""
+        words = p.offset_words
+        at = index * words
         low, high = (p.offsets + at).load(), (p.offsets + (at + words - 1)).load()
         high = high if words == 2 else low >> 31
-        # The nearest row, whatever the offset is.
-        row = Int32(cutlass.min(Uint32(low), Uint32(m))) if high == 0 else m
-        row = row if high >= 0 else Int32(0)
-        row = Int32(0) if index == 0 else row
-        return m if index > p.groups + 1 else row
+        row = Int32(cutlass.min(Uint32(low), Uint32(most))) if high == 0 else most
+        return row if high >= 0 else Int32(0)
+
+    @cute.jit
+    def begin(self, p, part):
+        """The first row of a part."""
+        return self.bound(p, part)
+
+    @cute.jit
+    def end(self, p, part):
+        """The row behind its last one."""
+        return self.bound(p, part + 1)
 
     @cute.jit
     def count_tiles(self, storage, p, lane):
         """One warp: how many tiles of rows begin before each part."""
-        begins = storage.begins.data_ptr()
+        begins = storage.words.data_ptr()
         parts = p.groups + 2
         before = Int32(0)
         if lane == 0:
             begins[0] = 0
         for start in cutlass.range(0, parts, 32, unroll=1):
             part = start + lane
-            rows = self.bound(p, part + 1) - self.bound(p, part)
+            rows = self.end(p, part) - self.begin(p, part)
             upto = cute.ceil_div(cutlass.max(rows, 0), self.tile_m)
             for i in cutlass.range_constexpr(5):
                 below = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
@@ -266,7 +290,7 @@ class GroupedGemm:
             low = self.bound(p, group + 1)
             high = cutlass.max(self.bound(p, group + 2), low)
         else:
-            begins = storage.begins.data_ptr()
+            begins = storage.words.data_ptr()
             part, step = Int32(0), Int32(_MOST_SEARCHED)
             for _ in cutlass.range_constexpr(_MOST_SEARCHED.bit_length()):
                 probe = part + step
@@ -274,10 +298,10 @@ class GroupedGemm:
                 part = probe if (probe <= groups + 1) & (before <= row_tile) else part
                 step = step // 2
             group = part - 1
-            row = self.bound(p, part) + (row_tile - begins[part]) * self.tile_m
-            end = self.bound(p, part + 1)
+            row = self.begin(p, part) + (row_tile - begins[part]) * self.tile_m
+            end = self.end(p, part)
             high = k if (group >= 0) & (group < groups) else Int32(0)
-        return group, row, end, column, low, high, cute.ceil_div(high - low, _STEP)
+        return group, row, end, column, low, high, cute.ceil_div(high - low, self.tile_k)
 
     # -- to shared memory --------------------------------------------------------------------------
 
@@ -299,8 +323,8 @@ class GroupedGemm:
             else:
                 of_a = cute.domain_offset((row, 0), coordinates(m, k))
                 of_b = cute.domain_offset((column, 0, group), self.places(groups, n, k))
-            to_a, from_a = box_copies(tma_a, sa, of_a, (self.tile_m, _STEP))
-            to_b, from_b = box_copies(tma_b, sb, of_b, (self.tile_n, _STEP))
+            to_a, from_a = box_copies(tma_a, sa, of_a, (self.tile_m, self.tile_k))
+            to_b, from_b = box_copies(tma_b, sb, of_b, (self.tile_n, self.tile_k))
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 barrier = full + index
@@ -337,8 +361,8 @@ class GroupedGemm:
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(full + index, phase)
                 if const_expr(self.of_weight):
-                    rows = high - low - step * _STEP
-                    if rows < _STEP:
+                    rows = high - low - step * self.tile_k
+                    if rows < self.tile_k:
                         self.clear_rows(storage, index, rows, thread - WARPGROUP)
                 for at_k in cutlass.range_constexpr(cute.size(ra, mode=[2])):
                     at = (None, None, at_k, index)
@@ -364,10 +388,10 @@ class GroupedGemm:
         vector = cute.make_layout(8)
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
-        pieces = (_STEP - rows) * 8
+        pieces = (self.tile_k - rows) * 8
         for tensor, size in ((storage.a, self.tile_m), (storage.b, self.tile_n)):
             for block in cutlass.range_constexpr(size // EPI):
-                to = tensor.data_ptr() + (index * (size // EPI) + block) * (_STEP * EPI)
+                to = tensor.data_ptr() + (index * (size // EPI) + block) * (self.tile_k * EPI)
                 to = to + rows * EPI
                 for piece in cutlass.range(thread, pieces, threads, unroll=1):
                     cute.make_tensor((to + piece * 8).align(16), vector).store(zeros.load())

@@ -21,7 +21,9 @@ struct GroupedGemmArguments {
   CUtensorMap a_map, b_map, out_map;
   const void* offsets;
   void* out;
+  const void *x_scale, *w_scale;
   int32_t groups, m, n, k, offset_words;
+  int32_t capacity, x_group, x_step, x_across;  // of float8 kernels only
 };
 
 using GroupedGemmKernel = CubinKernel<GroupedGemmVariant>;

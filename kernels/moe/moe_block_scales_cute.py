@@ -56,27 +56,30 @@ def copy_step_scales(v, p, storage, index, thread, of_row, of_half):
 
 
 @cute.jit
-def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales):
-    """A tile's steps, at least one; returns the stage after them. `row`: this lane's first. A step
-    waits for the next one's data, and reads its scales, while its own products are computed."""
+def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales=None, half=None):
+    """A tile's steps, at least one; returns the stage after them. `row`: this lane's first. `half`:
+    the one half of the weights that this warpgroup multiplies, if not both. A step waits for the
+    next one's data, and reads its scales, while its own products are computed."""
     accs, sums, rx, rw = fragments
     storage, full, empty = ring
     index, phase = stage
     _wait(v, full, index, phase)
     upper, lower, first, second = _step_scales(v, storage, index, row)
     for step in cutlass.range(steps, unroll=1):
-        start_products(mmas, accs[0], rx, rw, index, 2 * index)
-        if const_expr(not v.halves_in_turn):
+        at = 2 * index if const_expr(half is None) else 2 * index + half
+        start_products(mmas, accs[0], rx, rw, index, at)
+        if const_expr(half is None and not v.halves_in_turn):
             start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
-        if const_expr(v.halves_in_turn and not v.up):
+        if const_expr(row_scales is not None and v.halves_in_turn and not v.up):
             if step == steps // 2:  # the loads issued before the first step have arrived by now
                 _settle(row_scales)
         by_first = (upper * first, lower * first)
         by_second = (upper * second, lower * second)
         if const_expr(not v.scale_a_half):
             by_second = by_first
-        warpgroup.wait_group(0 if const_expr(v.halves_in_turn) else 1)
-        add_scaled(sums, 0, accs[0], by_first)
+        if const_expr(half is None):
+            warpgroup.wait_group(0 if const_expr(v.halves_in_turn) else 1)
+            add_scaled(sums, 0, accs[0], by_first)
         if const_expr(v.halves_in_turn):
             start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
         now = index
@@ -86,7 +89,7 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales):
             upper, lower, first, second = _step_scales(v, storage, index, row)
         warpgroup.wait_group(0)
         release(empty, now)
-        add_scaled(sums, cute.size(accs[1]), accs[1], by_second)
+        add_scaled(sums, cute.size(sums) - cute.size(accs[1]), accs[1], by_second)
     return index, phase
 
 

@@ -50,6 +50,7 @@ ELSEWHERE_OF = {
     "topk_softmax_align": ROUTING,
     "linear_cross_entropy": {"reduction", "group"},
     "fp8_quantize": {"scale"},
+    "grouped_gemm": {"counts", "expected_rows", "w_scale", "x_scale"},
     "gated_delta_rule": {"output_final_state"},
     "layer_norm": {"residual"},
     "rms_norm": {"residual"},

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+import tiercel
 from tiercel.workbench.bench import adapters, ops, ours, vllm_experts
 from tiercel.workbench.bench.cases import Case
 from tiercel.workbench.bench.launch import Unsupported, WrongResult
@@ -53,6 +54,75 @@ def test_grouped_products_agree_with_float64(op):
         wrong[spoiled].view(-1)[7] += 1
         with pytest.raises(WrongResult):
             BENCHES[op].check(inputs, expected, wrong, launch)
+
+
+FLOAT8 = {"M": 70, "E": 3, "N": 128, "K": 256, "capacity": 0, "aligned": False}
+
+
+@pytest.mark.parametrize("capacity", [0, 40])
+def test_grouped_products_of_float8_agree_with_float64(capacity):
+    bench = BENCHES["grouped_gemm_fp8"]
+    _, inputs, expected, launch = solved("grouped_gemm_fp8", FLOAT8 | {"capacity": capacity})
+    (result,) = launch.run()
+    assert 1e-4 < bench.check(inputs, expected, (result,), launch).rms < 4e-3
+    wrong = result.clone()
+    wrong[0, 0] += 1
+    with pytest.raises(WrongResult):
+        bench.check(inputs, expected, (wrong,), launch)
+    assert "multiples of 128" in bench.invalid(FLOAT8 | {"K": 72})
+    assert "follow one another" in bench.invalid(FLOAT8 | {"aligned": True})
+
+
+@pytest.mark.parametrize("kind", ["aligned", "capacity"])
+def test_deepgemm_gets_float8_rows_by_their_group(monkeypatch, kind):
+    """Its names for both layouts, and its scales: a column after the other."""
+
+    def multiply(a, w, out, *rows):
+        (x, x_scale), (w, w_scale) = a, w
+        assert x_scale.stride(-2) == 1 and w_scale.is_contiguous()
+        scales = {"x_scale": x_scale, "w_scale": w_scale}
+        if kind == "capacity":
+            counts, expected = rows
+            assert counts.dtype == torch.int32 and expected == 24
+            out.copy_(tiercel.ref.grouped_gemm(x, w, None, counts=counts, **scales))
+        else:
+            (of_rows,) = rows
+            assert of_rows.dtype == torch.int32
+            sizes = of_rows.long().bincount(minlength=len(w))
+            offsets = torch.cat([sizes[:0].new_zeros(1), sizes.cumsum(0)])
+            out.copy_(tiercel.ref.grouped_gemm(x, w, offsets, **scales))
+
+    names = ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_gemm_nt_contiguous")
+    name = names[kind == "aligned"]
+    monkeypatch.setattr(deepgemm, "module", lambda: types.SimpleNamespace(**{name: multiply}))
+    changed = {"aligned": True, "M": 384} if kind == "aligned" else {"capacity": 40}
+    case, inputs, expected, _ = solved("grouped_gemm_fp8", FLOAT8 | changed)
+    adapter = adapters.load()["deepgemm"]["grouped_gemm_fp8"]
+    launch = adapter(case, inputs)
+    BENCHES["grouped_gemm_fp8"].check(inputs, expected, launch.run(), launch)
+    case, inputs, *_ = solved("grouped_gemm_fp8", FLOAT8)
+    with pytest.raises(Unsupported, match="multiples of 128"):
+        adapter(case, inputs)
+
+
+def test_torch_s_float8_product_has_scales_of_rows(monkeypatch):
+    def multiply(x, w, of_x, of_w, offs, out_dtype, use_fast_accum):
+        assert of_x.shape == (70,) and of_w.shape == (3, 128) and use_fast_accum
+        offsets = torch.cat([offs.new_zeros(1), offs])
+        return tiercel.ref.grouped_gemm(x.float(), w.mT.float(), offsets).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply, raising=False)
+    case, inputs, *_ = solved("grouped_gemm_fp8", FLOAT8)
+    adapter = adapters.load()["torch"]["grouped_gemm_fp8"]
+    launch = adapter(case, inputs)
+    assert not launch.exact
+    (result,) = launch.run()
+    assert 1e-4 < launch.check((result,)).rms < 4e-3
+    with pytest.raises(WrongResult):
+        launch.check((result * 1.1,))
+    case, inputs, *_ = solved("grouped_gemm_fp8", FLOAT8 | {"capacity": 40})
+    with pytest.raises(Unsupported, match="follow one another"):
+        adapter(case, inputs)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")

@@ -268,3 +268,31 @@ def test_grouped_gemm(case):
         once = covered(offsets, rows) == 1
         got, due = got[once], due[once]
     torch.testing.assert_close(got, due, rtol=2**-6, atol=5e-2)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_grouped_gemm_of_float8(case):
+    """Offsets, and counts of rows in memory of each group's own."""
+    draw = Draw(case)
+    rows, groups = draw.of(5, 70, 200), draw.of(1, 3, 6)
+    n, k = draw.of(8, 136), draw.of(16, 272)
+    blocks, wide, expected = -(-k // 128), draw.of(False, True), draw.of(1, 100)
+    w = draw.normal(groups, n, k, scale=0.2).to(torch.float8_e4m3fn)
+    w_scale = draw.uniform(groups, -(-n // 128), blocks)
+    masked = draw.of(False, True)
+    sizes = (groups, rows) if masked else (rows,)
+    x, x_scale = draw.normal(*sizes, k).to(torch.float8_e4m3fn), draw.uniform(*sizes, blocks)
+    if masked:
+        numbers = draw.strays(
+            torch.randint(rows + 1, (groups,), generator=draw.generator), rows, wide
+        )
+        used = torch.arange(rows) < numbers[:, None]
+    else:
+        ends = torch.randint(rows + 1, (groups + 1,), generator=draw.generator)
+        numbers = draw.strays(torch.sort(ends).values, rows + 1, wide)
+        used = covered(numbers, rows) == 1
+    name = "grouped_gemm_masked" if masked else "grouped_gemm_fp8"
+    args = (x, w, x_scale, w_scale, numbers, expected, None)
+    due = reference(name)(*args)[used]
+    got, _ = run(name, *args)
+    torch.testing.assert_close(got[used], due, rtol=2**-6, atol=5e-2)

@@ -369,6 +369,29 @@ def grouped_gemm(source):
     return Rows(2000, run)
 
 
+@case("grouped_gemm", "fp8")
+def grouped_gemm_fp8(source):
+    x, x_scale = tiercel.fp8_quantize(source.normal(2000, 2048), "1x128")
+    w = source.normal(4 * 1024, 2048, factor=0.02)
+    matrices, w_scale = tiercel.fp8_quantize(w, "128x128")
+    matrices, w_scale = matrices.view(4, 1024, 2048), w_scale.view(4, 8, 16)
+
+    def run(rows):
+        order = (rows % 4).argsort(stable=True)
+        counts = torch.bincount(rows % 4, minlength=4).tolist()
+        given = rows[order]
+        out = tiercel.grouped_gemm(
+            x.view(torch.uint8)[given].view(x.dtype),
+            matrices,
+            starts_of(counts, x.device),
+            x_scale=x_scale[given],
+            w_scale=w_scale,
+        )
+        return (out[order.argsort()],)
+
+    return Rows(2000, run)
+
+
 @case("topk_softmax", experts=8, k=2)
 @case("topk_softmax", "64", experts=64, k=6, renormalize=True)
 @case("topk_softmax", "256", experts=256, k=8)

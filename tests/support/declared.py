@@ -31,6 +31,30 @@ _FLOAT8 = {
 }
 
 
+def _float8(tensor):
+    return tensor.contiguous().to(torch.float8_e4m3fn)
+
+
+def _blocks(size):
+    return -(-size // 128)
+
+
+def _ones(*shape):
+    """Scales of 1 for each 128 columns."""
+    return torch.ones(*shape[:-1], _blocks(shape[-1]))
+
+
+def _of_weights(w):
+    return _ones(w.shape[0], _blocks(w.shape[1]), w.shape[2])
+
+
+_GROUPED_FLOAT8 = {
+    "x": lambda values: _float8(values["x"]),
+    "w": lambda values: _float8(values["w"]),
+    "x_scale": lambda values: _ones(*values["x"].shape),
+    "w_scale": lambda values: _of_weights(values["w"]),
+}
+
 # Options with which a public function calls other operators; a function makes one of the arguments.
 _OPTIONS = (
     {},
@@ -46,6 +70,14 @@ _OPTIONS = (
     {"inplace": True},
     {"reduction": "mean"},
     {"scaling_factor": 2.0},
+    _GROUPED_FLOAT8,
+    _GROUPED_FLOAT8
+    | {
+        "x": lambda values: _float8(values["x"].expand(len(values["w"]), -1, -1)),
+        "x_scale": lambda values: _ones(len(values["w"]), *values["x"].shape),
+        "offsets": None,
+        "counts": lambda values: torch.full((len(values["w"]),), len(values["x"])),
+    },
 )
 
 SPECS = {name: spec for specs in declarations.by_family().values() for name, spec in specs.items()}
@@ -190,7 +222,7 @@ def operator_calls():
         for op in calls.OPS:
             for values in with_and_without(SPECS[op], public_calls(op)):
                 for option in _OPTIONS:
-                    if set(option) <= set(defaults(op)):
+                    if set(option) <= set(inspect.signature(calls.function(op)).parameters):
                         option = {n: o(values) if callable(o) else o for n, o in option.items()}
                         with contextlib.suppress(RuntimeError):  # there is no derivative
                             _run(op, values, **option)

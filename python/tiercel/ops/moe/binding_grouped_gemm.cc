@@ -14,6 +14,18 @@ constexpr Field<GroupedGemmCall> kFields[] = {
 };
 constexpr Parameters<GroupedGemmCall> kGroupedGemm{"grouped_gemm", kFields};
 
+// x of three dimensions has its groups' counts in place of offsets.
+constexpr Field<GroupedGemmCall> kFp8Fields[] = {
+    Tensor<&GroupedGemmCall::a>("x"),
+    Tensor<&GroupedGemmCall::b>("w"),
+    Tensor<&GroupedGemmCall::offsets>("offsets"),
+    Tensor<&GroupedGemmCall::x_scale>("x_scale"),
+    Tensor<&GroupedGemmCall::w_scale>("w_scale"),
+    Tensor<&GroupedGemmCall::out>("out"),
+    Value<&GroupedGemmCall::expected_rows>("expected_rows"),
+};
+constexpr Parameters<GroupedGemmCall> kFp8{"grouped_gemm", kFp8Fields};
+
 constexpr PlanField<GroupedGemmPlan> kPlanFields[] = {
     Entry<&GroupedGemmPlan::kernel>("kernel"),
     Entry<&GroupedGemmPlan::tile_m>("tile_m"),
@@ -29,6 +41,9 @@ constexpr Function kFunctions[] = {
     LaunchOf<kGroupedGemm, grouped_gemm>("grouped_gemm",
                                          "Launches the kernel on the current stream; fills `out`."),
     PlanOf<kGroupedGemm, grouped_gemm_plan, kPlan>("grouped_gemm_plan"),
+    LaunchOf<kFp8, grouped_gemm>("grouped_gemm_fp8",
+                                 "Launches the kernel on the current stream; fills `out`."),
+    PlanOf<kFp8, grouped_gemm_plan, kPlan>("grouped_gemm_fp8_plan"),
     LoadOf<grouped_gemm_load>("grouped_gemm_load"),
 };
 const Family kFamily(kFunctions);

@@ -78,11 +78,11 @@ def make(case: Any, device: str, seed: int) -> Inputs:
             made[name], made[f"{name}_scale"] = narrow, scale
     if case.params.get("weights", "same") == "float8_blocks":
         for name in ("w_up", "w_down"):
-            made[name], made[f"{name}_scale"] = _in_blocks(made[name])
+            made[name], made[f"{name}_scale"] = in_blocks(made[name])
     return made
 
 
-def _in_blocks(w: Any) -> tuple[Any, Any]:
+def in_blocks(w: Any) -> tuple[Any, Any]:
     """Sizes are multiples of 128."""
     import torch
 
@@ -117,8 +117,8 @@ def _reference(case: Any, inputs: Inputs) -> Any:
     wide = [inputs["x"].double(), inputs["w_up"], inputs["w_down"]]
     return ref.fused_moe(
         wide[0],
-        _Wide(wide[1]),  # type: ignore[arg-type]
-        _Wide(wide[2]),  # type: ignore[arg-type]
+        Wide(wide[1]),  # type: ignore[arg-type]
+        Wide(wide[2]),  # type: ignore[arg-type]
         inputs["topk_weights"].double(),
         inputs["topk_ids"],
         activation=case["act"],
@@ -130,7 +130,7 @@ def _scales(inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name.endswith("_scale")}
 
 
-class _Wide:
+class Wide:
     """Experts' matrices in float64, one at a time: all of them would not fit."""
 
     def __init__(self, weights: Any) -> None:
@@ -236,7 +236,7 @@ def _half_reference(name: str, case: Any, inputs: Inputs, *sizes: int) -> Any:
 
     wide = {key: value.double() if key in ("x", "w") else value for key, value in inputs.items()}
     weights = next(key for key in ("w_up", "w_down") if key in wide)
-    wide[weights] = _Wide(wide[weights])
+    wide[weights] = Wide(wide[weights])
     arguments, scales = _half_call(case, wide, *sizes)
     return getattr(ref, name)(*arguments, **scales)
 

@@ -79,34 +79,98 @@ def _gradients(ctx: Any, grad: Tensor | None) -> dict[str, Tensor | None]:
     }
 
 
+def _float8(declared: spec.Spec, rows: str, indices: Callable[[Call], list[Index]]) -> Op:
+    """`rows`: the argument that says which rows are a group's."""
+    names = ("x", "w", rows, "x_scale", "w_scale", "out", "expected_rows")
+
+    def launch(native: Callable[..., Any], call: Call) -> Any:
+        call.x = call.x.contiguous()
+        return native(*(getattr(call, name) for name in names))
+
+    def reference(call: Call) -> Tensor:
+        given = {"offsets": None, rows: getattr(call, rows)}
+        return ref.grouped_gemm(call.x, call.w, x_scale=call.x_scale, w_scale=call.w_scale, **given)
+
+    return Op(
+        declared,
+        sm90=Native(
+            _C.grouped_gemm_fp8,
+            _C.grouped_gemm_fp8_plan,
+            names,
+            "TMA and wgmma; each 128 of K is scaled into float32 sums",
+            language="cute",
+            contiguous=("x",) if rows == "counts" else (),
+            launch=launch if rows == "counts" else None,
+        ),
+        reference=reference,
+        method="a loop over groups",
+        indices=indices,
+        out=False,
+    )
+
+
+_FP8 = _float8(spec.GROUPED_GEMM_FP8, "offsets", _indices)
+_MASKED = _float8(
+    spec.GROUPED_GEMM_MASKED,
+    "counts",
+    lambda call: [between("counts", call.counts, 0, call.x.shape[1])],
+)
 _GROUPED_GEMM = _op(spec.GROUPED_GEMM, 0, ref.grouped_gemm, gradient=Gradient(_save, _gradients))
 
 
 @_GROUPED_GEMM.export
-def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
+def grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor | None,
+    *,
+    counts: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    expected_rows: int = 0,
+    backend: str | None = None,
+) -> Tensor:
     """Each group of neighbouring rows times a matrix of its own: ``x[m] @ w[e].T`` for ``m`` from
     ``offsets[e]`` to ``offsets[e + 1]``.
 
-    Sums are float32. Differentiable in ``x`` and ``w``. Works under torch.compile and
-    torch.export, and in CUDA graphs; it never synchronises: the sizes of groups are read on the
-    device, in the backward too.
+    With ``x_scale`` and ``w_scale``, ``x`` and ``w`` are float8_e4m3fn: the products of each 128 of
+    K are scaled and added up in float32, and the result is bfloat16. Then groups may also have
+    ``C`` rows of memory each, of which the first ``counts[e]`` are used; the others of the result
+    are not written.
+
+    Sums are float32. Differentiable in ``x`` and ``w``, but not with scales. Works under
+    torch.compile and torch.export, and in CUDA graphs; it never synchronises: the sizes of groups
+    are read on the device, in the backward too.
 
     Args:
-        x: ``[M, K]`` bfloat16 or float16. The precompiled kernels take K and N that are multiples
-            of 8, rows at multiples of 16 bytes, and up to 512 groups; ref takes others.
+        x: ``[M, K]`` bfloat16 or float16, or, with scales, float8_e4m3fn; with ``counts``
+            ``[E, C, K]``. The precompiled kernels take N that is a multiple of 8 and K that is one
+            of 8 (float8: 16), rows at multiples of 16 bytes, and up to 512 groups; ref takes
+            others.
         w: ``[E, N, K]``, the dtype of ``x``.
         offsets: ``[E + 1]`` int32 or int64, contiguous, not decreasing: where groups begin, and
-            where the last one ends. Groups may be empty. An offset below 0 counts as 0, one
-            beyond M as M; where offsets decrease, a row that several groups have gets the product
-            of any of them, or zeros.
+            where the last one ends; None with ``counts``. Groups may be empty. An offset below 0
+            counts as 0, one beyond M as M; where offsets decrease, a row that several groups have
+            gets the product of any of them, or zeros.
+        counts: ``[E]`` int32 or int64, contiguous, only with scales: rows of each group. A count
+            below 0 counts as 0, one beyond C as C.
+        x_scale: float32 ``[M, ceil(K / 128)]``, or ``[E, C, ceil(K / 128)]``, with any strides:
+            what each 128 values of a row are multiplied by, as ``fp8_quantize(x, "1x128")`` makes
+            them. Powers of two (UE8M0) are given as float32, too.
+        w_scale: float32 ``[E, ceil(N / 128), ceil(K / 128)]``, contiguous: one for each 128x128
+            values.
+        expected_rows: With scales, how many rows a group with rows has, about; 0 for M / E, or C.
+            The tiles are chosen by it; any number is right.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[M, N]``, the dtype of ``x``; zeros for rows outside of all groups.
+        ``[M, N]``, the dtype of ``x``, or bfloat16; zeros for rows outside of all groups. With
+        ``counts`` ``[E, C, N]``, where the rows beyond a count hold anything.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
-        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        ValueError: A shape, stride or device does not fit, ``offsets`` and ``counts`` are given
+            both, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 
@@ -114,5 +178,13 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, *, backend: str | None =
         >>> offsets = torch.tensor([0, 100, 100, 256], dtype=torch.int32, device="cuda")
         >>> y = tiercel.grouped_gemm(x, w, offsets)  # 3 groups, the second one empty
     """
-    result: Tensor = _GROUPED_GEMM.pick()(x, w, offsets, backend)
+    result: Tensor
+    if counts is not None:
+        if offsets is not None:
+            raise ValueError("grouped_gemm: `offsets` must be None where `counts` is given")
+        result = _MASKED.pick()(x, w, x_scale, w_scale, counts, expected_rows, backend)
+    elif x_scale is not None or w_scale is not None:
+        result = _FP8.pick()(x, w, x_scale, w_scale, offsets, expected_rows, backend)
+    else:
+        result = _GROUPED_GEMM.pick()(x, w, offsets, backend)
     return result

@@ -83,12 +83,39 @@ def fused_moe(
     return out.view(tokens, k, x.shape[1]).sum(dim=1).to(x.dtype)
 
 
-def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """Reference of :func:`tiercel.grouped_gemm`, for any sizes; float64 is computed in float64."""
-    out = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype, device=x.device)
-    bounds = offsets.clamp(0, x.shape[0]).tolist()
-    for group, (first, end) in enumerate(itertools.pairwise(bounds)):
-        out[first:end] = (_wide(x[first:end]) @ _wide(w[group]).T).to(x.dtype)
+def grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor | None,
+    *,
+    counts: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+) -> Tensor:
+    """Reference of :func:`tiercel.grouped_gemm`, for any sizes; float64 is computed in float64. It
+    writes zeros to the rows beyond `counts`."""
+    if counts is None:
+        assert offsets is not None
+        bounds = offsets.clamp(0, x.shape[0]).tolist()
+        return _groups(x, w, list(itertools.pairwise(bounds)), x_scale, w_scale)
+    capacity = x.shape[1]
+    of_each = enumerate(counts.clamp(0, capacity).tolist())
+    places = [(group * capacity, group * capacity + count) for group, count in of_each]
+    scale = None if x_scale is None else x_scale.flatten(0, 1)
+    return _groups(x.flatten(0, 1), w, places, scale, w_scale).view(*x.shape[:2], w.shape[1])
+
+
+def _groups(
+    x: Tensor,
+    w: Tensor,
+    places: list[tuple[int, int]],
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+) -> Tensor:
+    rows, matrix, dtype = _half(x, w, x_scale, w_scale)
+    out = torch.zeros(x.shape[0], w.shape[1], dtype=dtype, device=x.device)
+    for group, (first, end) in enumerate(places):
+        out[first:end] = (rows[first:end] @ matrix(group).T).to(dtype)
     return out
 
 

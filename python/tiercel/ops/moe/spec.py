@@ -246,7 +246,8 @@ GROUPED_GEMM = Spec(
     _OFFSETS,
     results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
     dims=_OFFSETS_DIM,
-    limits="512 groups; K and N multiples of 8, rows on 16 bytes",
+    limits="512 groups; K and N multiples of 8 (float8, with scales of blocks: K of 16), "
+    "rows on 16 bytes",
     numerics=Numerics(
         2**-13,
         of="terms",
@@ -254,6 +255,52 @@ GROUPED_GEMM = Spec(
         batch_invariant=False,
         varies="the tiles, which are chosen by the shape",
     ),
+)
+
+_K_BLOCKS = {"K_blocks": lambda call: -(-call.x.shape[-1] // 128)}
+_N_BLOCKS = {"N_blocks": lambda call: -(-call.w.shape[1] // 128)}
+_FP8_WEIGHTS = (
+    Tensor("w", "E N K", FLOAT8, strided=True),
+    Tensor(
+        "w_scale", "E N_blocks K_blocks", "float32", shape_text="[E, N / 128, K / 128], rounded up"
+    ),
+)
+_EXPECTED_ROWS = Int("expected_rows", 0, at_least=0)
+# One rounding to bfloat16; and the tensor cores' adders, for each 128 of K alone: see FP8_LINEAR.
+_FP8_RESULT: dict[str, Any] = {"dtypes": "bfloat16", "rtol": 8e-3, "atol": 1e-6, "of_sums": 2**-11}
+
+# grouped_gemm of float8 rows and matrices with scales of blocks.
+GROUPED_GEMM_FP8 = Spec(
+    "grouped_gemm_fp8",
+    Tensor("x", "M K", FLOAT8, strided=True),
+    _FP8_WEIGHTS[0],
+    Tensor("x_scale", "M K_blocks", "float32", strided=True, shape_text="[M, K / 128], rounded up"),
+    _FP8_WEIGHTS[1],
+    _OFFSETS,
+    _EXPECTED_ROWS,
+    results=[Tensor("out", "M N", **_FP8_RESULT)],
+    dims={**_OFFSETS_DIM, **_K_BLOCKS, **_N_BLOCKS},
+    gradient_of="grouped_gemm",
+)
+
+# The same where each group has C rows of memory, and counts say how many of them are used.
+GROUPED_GEMM_MASKED = Spec(
+    "grouped_gemm_masked",
+    Tensor("x", "E C K", FLOAT8, strided=True),
+    _FP8_WEIGHTS[0],
+    Tensor(
+        "x_scale",
+        "E C K_blocks",
+        "float32",
+        strided=True,
+        shape_text="[E, C, K / 128], rounded up",
+    ),
+    _FP8_WEIGHTS[1],
+    Tensor("counts", "E", INDICES),
+    _EXPECTED_ROWS,
+    results=[Tensor("out", "E C N", **_FP8_RESULT)],
+    dims={**_K_BLOCKS, **_N_BLOCKS},
+    gradient_of="grouped_gemm",
 )
 
 # The gradient of x: grad[rows] @ w[e].
