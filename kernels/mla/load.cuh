@@ -47,13 +47,14 @@ struct PagedRowsFinder {
   }
 };
 
-// One warp loads its half of all steps.
+// One warp loads its half of all steps. Of a pair of blocks, each loads every other box, into both.
 __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUtensorMap* map,
                                           Share share, const Memory& memory, int half,
                                           unsigned char* pointer) {
   constexpr int kMost = kMlaStep / 32;  // copies of a lane
   const int thread = threadIdx.x % 32;
   const int blocks = half == 0 ? kHalfBlocks + 1 : kHalfBlocks;
+  const bool loads = !args.pair || thread % 2 == static_cast<int>(cluster_rank());
   Ring ring;
   do {
     const int32_t* table = reinterpret_cast<const int32_t*>(
@@ -82,12 +83,16 @@ __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUten
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         const int copy = thread + 32 * i;
-        if (copy >= copies) continue;
+        if (copy >= copies || !loads) continue;
 #pragma unroll 1
         for (int at = 0; at < blocks; ++at) {
           const int block = at == kHalfBlocks ? kMlaBlocks - 1 : half * kHalfBlocks + at;
-          box_load(to + block * kMlaBlock + copy * args.copy_rows * kMlaColumns, map, block * 64,
-                   rows[i], full);
+          unsigned char* const place = to + block * kMlaBlock + copy * args.copy_rows * kMlaColumns;
+          if (args.pair) {
+            box_multicast(place, map, block * 64, rows[i], full, 0b11);
+          } else {
+            box_load(place, map, block * 64, rows[i], full);
+          }
         }
       }
       __syncwarp();

@@ -50,6 +50,14 @@ def test_rows(queries, heads):
     check(make([100, 2, 0, 64], queries, heads), multiprocessors=4)
 
 
+@pytest.mark.parametrize("page", [4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 128), (4, 64)])
+def test_pairs_load_for_each_other(page, queries, heads):
+    """An odd number of boxes, a half that has none, sequences that several lanes have."""
+    for seed in range(2):
+        check(make([129, 1, 250, 33, 8], queries, heads, page), multiprocessors=6, seed=seed)
+
+
 FLOAT8 = [(BF16, torch.float8_e4m3fn), (F16, torch.float8_e4m3fn), (BF16, torch.uint8)]
 
 
