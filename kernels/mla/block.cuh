@@ -89,10 +89,11 @@ __device__ __forceinline__ void release(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-// Tells the blocks of a pair, too, if there is one: each loads into both.
+// Tells both blocks of a pair, if there is one: each loads into both.
 __device__ __forceinline__ void release(uint32_t barrier, bool pair) {
-  release(barrier);
-  if (pair && threadIdx.x % 32 == 0) mbarrier_arrive_remote(barrier, cluster_rank() ^ 1);
+  __syncwarp();
+  const uint32_t thread = threadIdx.x % 32;
+  if (thread <= pair) mbarrier_arrive_remote(barrier, cluster_rank() ^ thread);
 }
 
 }  // namespace tiercel

@@ -48,8 +48,8 @@ struct PagedRowsFinder {
 };
 
 // One warp loads its half of all steps. Of a pair of blocks, each loads every other box, into both.
-// Memory answers more slowly than a step takes: a step whose place is not free yet is brought to the
-// L2 meanwhile.
+// Memory answers more slowly than a step takes: a step whose place is not free yet is brought to
+// the L2 meanwhile.
 __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUtensorMap* map,
                                           Share share, const Memory& memory, int half,
                                           unsigned char* pointer) {

@@ -199,7 +199,7 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
                args->copy_rows >= kMlaLeastBox;
   if (std::getenv("TIERCEL_MLA_ALONE") != nullptr) args->pair = false;
   const char* const ahead = std::getenv("TIERCEL_MLA_AHEAD");
-  args->ahead = ahead == nullptr ? 2 : std::atoi(ahead);
+  args->ahead = ahead != nullptr ? std::atoi(ahead) : args->pair ? 2 : 0;
   if (args->pair) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }

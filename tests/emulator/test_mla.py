@@ -87,6 +87,21 @@ def test_any_order_of_warps(seed):
     check(make([200, 1, 70], 2, 16), multiprocessors=3, lazy=seed != 2, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "divided"),
+    [([256] * 8, False), ([250, 193, 256, 256] * 2, False), ([448] * 2, True), ([640] * 3, True)],
+)
+def test_equal_lengths(lengths, divided):
+    """Of 32 steps on 5 lanes each has 8 steps, not 7, and no sequence is divided; of 7 steps 4 are
+    half; of 10 steps 6 are not."""
+    inputs, parts = make(lengths, heads=2), 2 * 5 * 2 * VALUES
+    workspace = torch.full((parts + 1000,), torch.nan)
+    with running(multiprocessors=5):
+        out, lse = run(inputs, workspace=workspace)
+    assert_right(inputs, out, lse)
+    assert workspace[:parts].isnan().all() != divided
+
+
 def test_many_sequences():
     check(make([i * 7 % 90 for i in range(70)], heads=2, page=16), multiprocessors=5)
 
