@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/mla/mla_kernels.h"
+#include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/mbarrier.cuh"
 
 namespace tiercel {
@@ -86,6 +87,13 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 __device__ __forceinline__ void release(uint32_t barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// Tells both blocks of a pair, if there is one: each loads into both.
+__device__ __forceinline__ void release(uint32_t barrier, bool pair) {
+  __syncwarp();
+  const uint32_t thread = threadIdx.x % 32;
+  if (thread <= pair) mbarrier_arrive_remote(barrier, cluster_rank() ^ thread);
 }
 
 }  // namespace tiercel

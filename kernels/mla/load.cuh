@@ -47,48 +47,56 @@ struct PagedRowsFinder {
   }
 };
 
-// One warp loads its half of all steps.
+// One warp loads its half of all steps. Of a pair of blocks, each loads every other box, into both.
+// Memory answers more slowly than a step takes: a step whose place is not free yet is brought to
+// the L2 meanwhile.
 __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUtensorMap* map,
                                           Share share, const Memory& memory, int half,
                                           unsigned char* pointer) {
-  constexpr int kMost = kMlaStep / 32;  // copies of a lane
-  const int thread = threadIdx.x % 32;
+  static_assert(kMlaStep / kMlaLeastBox <= 32);  // copies of a block of columns, one a lane
+  const int thread = threadIdx.x % 32, own = thread * args.copy_rows;
   const int blocks = half == 0 ? kHalfBlocks + 1 : kHalfBlocks;
+  const bool loads =
+      own < kMlaStep && (!args.pair || thread % 2 == static_cast<int>(cluster_rank()));
+  const auto column = [&](int at) {
+    return (at == kHalfBlocks ? kMlaBlocks - 1 : half * kHalfBlocks + at) * 64;
+  };
   Ring ring;
   do {
     const int32_t* table = reinterpret_cast<const int32_t*>(
         reinterpret_cast<const char*>(args.page_table) + share.b * args.table_stride);
+    const auto row_at = [&](int key) {  // of the map
+      const int entry = load_strided(table, args.table_step, key >> args.page_bits);
+      const int page = entry < 0 || entry > args.last_page ? args.last_page : entry;
+      return page * args.page_rows + (key & ((1 << args.page_bits) - 1));
+    };
+    const int end = min(share.length, share.last * kMlaStep);
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
       const int key = step * kMlaStep, stage = ring.stage();
       // Copies without a key that counts are left out.
-      const int keys = min(share.length - key, kMlaStep);
-      const int copies = (keys + args.copy_rows - 1) / args.copy_rows;
-      int rows[kMost];
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        const int copy = thread + 32 * i;
-        if (copy >= copies) continue;
-        const int first = key + copy * args.copy_rows;
-        const int entry = load_strided(table, args.table_step, first >> args.page_bits);
-        const int page = entry < 0 || entry > args.last_page ? args.last_page : entry;
-        rows[i] = page * args.page_rows + (first & ((1 << args.page_bits) - 1));
-      }
+      const int copies = (min(end - key, kMlaStep) + args.copy_rows - 1) / args.copy_rows;
+      const bool copies_one = loads && thread < copies;
+      const int row = copies_one ? row_at(key + own) : 0;
       mbarrier_wait(memory.empty(half, stage), ring.parity() ^ 1);
       uint64_t* full =
           reinterpret_cast<uint64_t*>(pointer + (memory.full(half, stage) - memory.base));
       if (thread == 0) mbarrier_expect(full, copies * args.copy_rows * kMlaColumns * blocks);
       __syncwarp();
-      unsigned char* to = pointer + (memory.keys(stage) - memory.base);
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        const int copy = thread + 32 * i;
-        if (copy >= copies) continue;
+      unsigned char* const to = pointer + (memory.keys(stage) - memory.base) + own * kMlaColumns;
 #pragma unroll 1
-        for (int at = 0; at < blocks; ++at) {
-          const int block = at == kHalfBlocks ? kMlaBlocks - 1 : half * kHalfBlocks + at;
-          box_load(to + block * kMlaBlock + copy * args.copy_rows * kMlaColumns, map, block * 64,
-                   rows[i], full);
+      for (int at = 0; copies_one && at < blocks; ++at) {
+        unsigned char* const place = to + column(at) / 64 * kMlaBlock;
+        if (args.pair) {
+          box_multicast(place, map, column(at), row, full, 0b11);
+        } else {
+          box_load(place, map, column(at), row, full);
         }
+      }
+      const int later = key + args.ahead * kMlaStep + own;
+      if (args.ahead > 0 && loads && later < end) {
+        const int next = row_at(later);
+#pragma unroll 1
+        for (int at = 0; at < blocks; ++at) box_prefetch(map, column(at), next);
       }
       __syncwarp();
     }

@@ -13,6 +13,9 @@
 // the same tile, turned by wgmma. Two steps are in flight. The fragments of probabilities are those
 // of scores, so that a thread of the second warpgroup takes over what its counterpart has.
 //
+// Two blocks with other rows of the same sequences are a cluster and read the same keys at the same
+// time: each loads half of them, into the shared memory of both.
+//
 // Blocks share all sequences' steps evenly, as lengths on the GPU say (share.cuh); mla_combine puts
 // sequences together that several lanes have.
 #include <cstdint>
@@ -23,6 +26,7 @@
 #include "kernels/mla/mla_kernels.h"
 #include "kernels/mla/rows.cuh"
 #include "kernels/mla/share.cuh"
+#include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/tma.cuh"
@@ -96,7 +100,7 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kFirstTail);
       scale_rows(o, factor);
       multiply_values<kBFloat16>(o, shares.words, values);
-      release(memory.empty(0, ring.stage()));
+      release(memory.empty(0, ring.stage()), kLayout == MlaLayout::kSame && args.pair);
     }
     upper.sum = lanes_reduce<4>(upper.sum, Sum());
     lower.sum = lanes_reduce<4>(lower.sum, Sum());
@@ -127,7 +131,7 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
 }
 
 // The second warpgroup: the other half of the values.
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, MlaLayout kLayout>
 __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share share, int lane,
                                              int row_block, const Memory& memory,
                                              const unsigned char* pointer) {
@@ -153,7 +157,7 @@ __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share sh
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kSecondTail);
       scale_rows(o, factor);
       multiply_values<kBFloat16>(o, shares.words, values);
-      release(memory.empty(1, stage));
+      release(memory.empty(1, stage), kLayout == MlaLayout::kSame && args.pair);
     }
     named_sync<kConsumers>(kProbabilities);
     const float2 inverse = *factors;
@@ -171,16 +175,22 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const Memory memory{shared_address(shared)};
   const bool by_row = args.copy_rows < kMlaLeastBox;
+  const bool pair = !kFloat8 && args.pair;
   const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + kMlaBarriers);
     const int loaders = kFloat8 || by_row ? 4 : 1;
     for (int i = 0; i < 2 * kMlaStages; ++i) mbarrier_init(barriers + i, loaders);
-    for (int i = 2 * kMlaStages; i < 4 * kMlaStages; ++i) mbarrier_init(barriers + i, 4);
+    const int readers = pair ? 8 : 4;
+    for (int i = 2 * kMlaStages; i < 4 * kMlaStages; ++i) mbarrier_init(barriers + i, readers);
     mbarrier_init_fence();
     if (!kFloat8) map_prefetch(&map);
   }
   __syncthreads();
+  if (pair) {
+    cluster_arrive();
+    cluster_wait();
+  }
   grid_dependency_wait();
   grid_dependency_launch();
   const int lane = blockIdx.x / args.row_blocks, row_block = blockIdx.x % args.row_blocks;
@@ -210,7 +220,12 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   } else {
     set_registers<Registers<kLayout>::kMultiply, true>();
     if (!share.begin(args, lane)) return;
-    second_group<Format, kBFloat16>(args, share, lane, row_block, memory, shared);
+    second_group<Format, kBFloat16, kLayout>(args, share, lane, row_block, memory, shared);
+  }
+  if (pair) {  // neither ends while the other still loads into it, or tells it of a free half
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
   }
 }
 

@@ -154,8 +154,10 @@ inline Status launch_and_combine(const Kernel& kernel, DType dtype, const MlaDec
   config.block.x = plan.block;
   config.dynamic_smem = plan.dynamic_smem;
   config.dependent = true;
+  config.cluster.x = args->pair ? 2 : 1;
   TIERCEL_RETURN_IF_ERROR(kernel.launch(config, device, stream, pointers));
   if (!combined) return Status();
+  config.cluster.x = 1;
   config.grid.x = static_cast<unsigned>(sequences(*args));
   config.grid.y = static_cast<unsigned>(ceil_div(args->rows * args->row_groups, kMlaCombineGroups));
   config.block.x = kMlaCombineGroups * kMlaLatent / 4;

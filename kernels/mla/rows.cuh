@@ -229,7 +229,7 @@ __device__ __forceinline__ void list_shared(const MlaDecodeArgs& args, Steps sha
     if (!any) return;
     do {
       if (share.first > 0) continue;
-      const int parts = share.shared() ? share.lane_of(share.steps - 1) - lane + 1 : 0;
+      const int parts = share.shared() ? share.lane_of(share.steps() - 1) - lane + 1 : 0;
       args.shared[share.b] = make_int4(share.b, lane, parts, 0);
     } while (share.next(args));
     return;
@@ -237,7 +237,7 @@ __device__ __forceinline__ void list_shared(const MlaDecodeArgs& args, Steps sha
   if (lane == 0) return;
   int4 found = make_int4(0, 0, 0, 0);
   if (any && share.first > 0 && share.lane_of(0) == lane - 1) {
-    found = make_int4(share.b, lane - 1, share.lane_of(share.steps - 1) - lane + 2, 0);
+    found = make_int4(share.b, lane - 1, share.lane_of(share.steps() - 1) - lane + 2, 0);
   }
   args.shared[lane - 1] = found;
 }

@@ -32,7 +32,6 @@ struct Share {
   int end;     // of the lane, among all steps
   int b;       // the sequence
   int origin;  // its first step, among all steps
-  int steps;   // of the sequence
   int length;
   int first, last;  // the lane's steps of the sequence
 
@@ -40,10 +39,16 @@ struct Share {
   __device__ __forceinline__ bool begin(const MlaDecodeArgs& args, int lane) {
     if (args.part_steps > 0) return begin_part(args, lane);
     const int thread = threadIdx.x % 32;
-    int total = 0;
-    for (int at = thread; at < args.batch; at += 32) total += steps_of(length_of(args, at));
+    int total = 0, most = 0;
+    for (int at = thread; at < args.batch; at += 32) {
+      const int own = steps_of(length_of(args, at));
+      total += own;
+      most = max(most, own);
+    }
     total = lanes_reduce<32>(total, Sum());
+    most = lanes_reduce<32>(most, [](int a, int b) { return max(a, b); });
     each = (total + args.lanes - 1) / args.lanes;
+    if (total == most * args.batch) each = level(each, most);
     const int from = lane * each;
     end = min(from + each, total);
     if (from >= end) return false;
@@ -73,19 +78,33 @@ struct Share {
 
   // The next sequence; false behind the last.
   __device__ __forceinline__ bool next(const MlaDecodeArgs& args) {
-    if (origin + last >= end) return false;
-    origin += steps;
+    if (!more()) return false;
+    origin += steps();
     ++b;
     enter(args);
     return true;
   }
 
+  // Of the sequence.
+  __device__ __forceinline__ int steps() const { return steps_of(length); }
+
+  // True if next() has one.
+  __device__ __forceinline__ bool more() const { return origin + last < end; }
+
   // True if other lanes have steps of the sequence, too.
-  __device__ __forceinline__ bool shared() const { return first > 0 || last < steps; }
+  __device__ __forceinline__ bool shared() const { return first > 0 || last < steps(); }
 
   __device__ __forceinline__ int lane_of(int step) const { return (origin + step) / each; }
 
  private:
+  // All sequences have `most` steps: a few steps more for each lane, so that lanes begin with
+  // sequences, or with equal parts of them.
+  static __device__ __forceinline__ int level(int each, int most) {
+    const int parts = most / each;
+    const int other = parts > 0 ? (most + parts - 1) / parts : (each + most - 1) / most * most;
+    return other - each <= each / 32 + 1 ? other : each;
+  }
+
   __device__ __forceinline__ bool begin_part(const MlaDecodeArgs& args, int lane) {
     const int parts = args.lanes / args.batch, from = lane % parts * args.part_steps;
     each = args.part_steps;
@@ -93,17 +112,16 @@ struct Share {
     origin = b * parts * each;
     end = origin + from + each;
     enter(args);
-    if (from >= steps) return false;
+    if (from >= steps()) return false;
     first = from;
-    end = min(end, origin + steps);
+    end = min(end, origin + steps());
     return true;
   }
 
   __device__ __forceinline__ void enter(const MlaDecodeArgs& args) {
     length = length_of(args, b);
-    steps = steps_of(length);
     first = 0;
-    last = min(steps, end - origin);
+    last = min(steps(), end - origin);
   }
 };
 

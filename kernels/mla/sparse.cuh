@@ -15,36 +15,38 @@ struct SparseShare {
   int end;          // of the lane, among all steps
   int b;            // the query
   int origin;       // its first step, among all steps
-  int steps;        // of a query
+  int count;        // steps of a query
   int first, last;  // the lane's steps of the query
 
   // False if the lane has no steps.
   __device__ __forceinline__ bool begin(const MlaDecodeArgs& args, int lane) {
-    steps = max((args.capacity + 2 * kMlaStep - 1) / (2 * kMlaStep), 1) * 2;
-    const int total = args.batch * steps;
+    count = max((args.capacity + 2 * kMlaStep - 1) / (2 * kMlaStep), 1) * 2;
+    const int total = args.batch * count;
     each = (total / 2 + args.lanes - 1) / args.lanes * 2;
     const int from = lane * each;
     end = min(from + each, total);
     if (from >= end) return false;
-    b = from / steps;
-    origin = b * steps;
+    b = from / count;
+    origin = b * count;
     first = from - origin;
-    last = min(steps, end - origin);
+    last = min(count, end - origin);
     return true;
   }
 
   // The next query; false behind the last.
   __device__ __forceinline__ bool next(const MlaDecodeArgs&) {
     if (origin + last >= end) return false;
-    origin += steps;
+    origin += count;
     ++b;
     first = 0;
-    last = min(steps, end - origin);
+    last = min(count, end - origin);
     return true;
   }
 
+  __device__ __forceinline__ int steps() const { return count; }
+
   // True if other lanes have steps of the query, too.
-  __device__ __forceinline__ bool shared() const { return first > 0 || last < steps; }
+  __device__ __forceinline__ bool shared() const { return first > 0 || last < count; }
 
   __device__ __forceinline__ int lane_of(int step) const { return (origin + step) / each; }
 };

@@ -105,6 +105,17 @@ __device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
+// The same box to the same place of each of the cluster's blocks in `ranks`, a bit each, whose
+// barriers it signals.
+__device__ __forceinline__ void box_multicast(void* to, const CUtensorMap* map, int column, int row,
+                                              uint64_t* barrier, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+}
+
 }  // namespace tiercel
 
 #endif  // KERNELS_SM90_TMA_CUH_

@@ -50,6 +50,14 @@ def test_rows(queries, heads):
     check(make([100, 2, 0, 64], queries, heads), multiprocessors=4)
 
 
+@pytest.mark.parametrize("page", [4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 128), (4, 64)])
+def test_pairs_load_for_each_other(page, queries, heads):
+    """An odd number of boxes, a half that has none, sequences that several lanes have."""
+    for seed in range(2):
+        check(make([129, 1, 250, 33, 8], queries, heads, page), multiprocessors=6, seed=seed)
+
+
 FLOAT8 = [(BF16, torch.float8_e4m3fn), (F16, torch.float8_e4m3fn), (BF16, torch.uint8)]
 
 
@@ -77,6 +85,21 @@ def test_more_queries_than_keys():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_order_of_warps(seed):
     check(make([200, 1, 70], 2, 16), multiprocessors=3, lazy=seed != 2, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "divided"),
+    [([256] * 8, False), ([250, 193, 256, 256] * 2, False), ([448] * 2, True), ([640] * 3, True)],
+)
+def test_equal_lengths(lengths, divided):
+    """Of 32 steps on 5 lanes each has 8 steps, not 7, and no sequence is divided; of 7 steps 4 are
+    half; of 10 steps 6 are not."""
+    inputs, parts = make(lengths, heads=2), 2 * 5 * 2 * VALUES
+    workspace = torch.full((parts + 1000,), torch.nan)
+    with running(multiprocessors=5):
+        out, lse = run(inputs, workspace=workspace)
+    assert_right(inputs, out, lse)
+    assert workspace[:parts].isnan().all() != divided
 
 
 def test_many_sequences():

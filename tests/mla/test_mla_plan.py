@@ -88,7 +88,12 @@ def test_short_sequences_have_fewer_lanes():
 
 @pytest.mark.parametrize("page", [1, 2, 16, 64, 128, 1024])
 def test_pages(page):
-    assert plan(page=page)["copy_rows"] == min(page, 64)
+    """Two blocks that read the same keys load half of them each."""
+    for heads in (16, 64, 129):
+        assert plan(shape=(64, 1, heads, 576), page=page)["copy_rows"] == min(page, 64)
+    for heads in (65, 128, 256):
+        most = min(page, 32) if page >= 8 else page
+        assert plan(shape=(64, 1, heads, 576), page=page)["copy_rows"] == most
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 16, 576), (3, 0, 16, 576), (3, 1, 0, 576)])
