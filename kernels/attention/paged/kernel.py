@@ -45,6 +45,7 @@ _LN2 = 0.6931471805599453
 COPY_ROWS = 8
 
 LOADERS = 4  # warps
+ENGINE_ROWS = 64  # the fewest rows of a page that the copy engine takes
 
 # Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
 BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
@@ -88,9 +89,9 @@ class Paged(NamedTuple):
     halvings: Int32  # of the batch, until one sequence is left
     parts: Int32  # of a tile's keys
     loader: Int32  # BY_ENGINE, ...
-    k_row: Int32  # bytes from a row of the maps to the next, and from a head to the next
+    k_row: Int32  # from a row of the maps to the next, in bytes
     v_row: Int32
-    k_head: Int32
+    k_head: Int32  # from a head to the next, in 16 bytes
     v_head: Int32
 
 
@@ -128,7 +129,7 @@ class PagedAttention(AttentionForward):
         start = (smem.iterator + at).align(128)
         return cute.make_tensor(start, cute.slice_(layout.outer, (None, None, 0)))
 
-    def copy(self, tma, ring, state, piece, rows, hidden, outer, column):
+    def copy(self, tma, barrier, piece, rows, hidden, outer, column):
         """Starts a copy of 64 columns; `hidden` of the map's rows come before the first one."""
         places = sequence_coordinates(rows, self.d, 1, 1, hidden)
         tile = (cute.size(piece, mode=[0]), PIECE)
@@ -136,7 +137,6 @@ class PagedAttention(AttentionForward):
         to, source = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), tiles
         )
-        barrier = ring.producer_get_barrier(state)
         cute.copy(tma, source[None, (0, column, *outer)], to, tma_bar_ptr=barrier)
 
     # Tiles, sequences and masks.
@@ -256,7 +256,6 @@ class PagedAttention(AttentionForward):
         warp takes longer to start them than the others to multiply. The last of a block's copies
         may start before one of the warps announces their bytes: it also arrives then."""
         q_write = writer(self.variant.q_stages)
-        k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
         blocks, pending = Int32(0), (Int32(0), Int32(0))
@@ -266,27 +265,20 @@ class PagedAttention(AttentionForward):
             low, last = self.key_blocks(row, queries, keys, paged, problem)
             head, keys = self.stored(row, head, queries, keys, paged, problem)
             table = paged.table.toint() + Int64(entry) * paged.table_row * 4
-            of_keys = (paged, table, keys, head // paged.group, warp_index)
-            if paged.loader == BY_ENGINE:
-                self.load_pages(k, k_write, last - 1, *of_keys)
-                k_write.advance()
+            of_keys = (blocks, low, last, paged, table, keys, head // paged.group, warp_index)
             if warp_index == 0:
                 self.load_queries(q, q_write, row, head, queries, q_at, paged, problem)
             q_write.advance()
             if paged.loader == BY_ENGINE:
-                for step in cutlass.range(last - 1 - low, unroll=1):
-                    block = last - 1 - step
-                    self.load_pages(k, k_write, block - 1, *of_keys)
-                    k_write.advance()
-                    self.load_pages(v, v_write, block, *of_keys)
-                    v_write.advance()
-                self.load_pages(v, v_write, low, *of_keys)
-                v_write.advance()
+                if warp_index < 2:
+                    self.load_pages(v, *of_keys)
+                else:
+                    self.load_pages(k, *of_keys)
             if paged.loader == BY_LANES:
-                self.load_rows(k, v, blocks, low, last, *of_keys)
+                self.load_rows(k, v, *of_keys)
             if const_expr(self.widens):
                 if paged.loader == BY_WIDENING:
-                    pending = self.load_float8(k, v, pending, blocks, low, last, *of_keys)
+                    pending = self.load_float8(k, v, pending, *of_keys)
             blocks += last - low
         if const_expr(self.widens):
             if pending[0] != 0:
@@ -294,8 +286,6 @@ class PagedAttention(AttentionForward):
                 self.widen(*pending)
         if warp_index > 0:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
-        elif paged.loader == BY_ENGINE:
-            v[2].producer_tail(v_write)
 
     @cute.jit
     def stored(self, row, head, queries, keys, paged, problem):
@@ -322,14 +312,46 @@ class PagedAttention(AttentionForward):
             for column in cutlass.range_constexpr(self.d // PIECE):
                 to = self.piece(sq, ROWS, self.tile_m, state.index, wg * ROWS, column)
                 outer = (head, *outer_coordinates(q_at, True))
-                self.copy(tma_q, ring, state, to, problem.seq_q, hidden, outer, column)
+                barrier = ring.producer_get_barrier(state)
+                self.copy(tma_q, barrier, to, problem.seq_q, hidden, outer, column)
+
+    @cute.jit
+    def load_pages(self, to, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys or values by the copy engine, 64 columns of a page at once; `blocks` came
+        before them. Each of two warps starts every other copy."""
+        tma, smem, ring, _, _, _ = to
+        columns = self.d // PIECE
+        own = [warp_index % 2 + 2 * i for i in range(-(-self.tile_n // ENGINE_ROWS * columns // 2))]
+        rows_before = [copy // columns * paged.copy_rows for copy in own]
+        pages = cute.make_rmem_tensor(len(own), Int32)
+        for i in cutlass.range_constexpr(len(own)):
+            key = (last - 1) * self.tile_n + rows_before[i]
+            pages[i] = self.page_of(paged, table, keys, key)
+        for step in cutlass.range(last - low, unroll=1):
+            index, parity = self.stage_of(blocks + step)
+            barrier = ring.sync_object_full.get_barrier(index)
+            first = (last - 1 - step) * self.tile_n
+            for i in cutlass.range_constexpr(len(own)):
+                pages[i] = self.place_of(paged, pages[i], first + rows_before[i])
+            ring.sync_object_empty.wait(index, parity)
+            if warp_index % 2 == 0:
+                self.expect(Int32(barrier.toint()))
+            for i in cutlass.range_constexpr(len(own)):
+                if own[i] < paged.copies * columns:
+                    row, column = rows_before[i], own[i] % columns
+                    seen = cutlass.min(cutlass.max(keys - first - row, 0), paged.copy_rows)
+                    outer = (head, *outer_coordinates(pages[i] + seen, True))
+                    piece = self.piece(smem, COPY_ROWS, self.tile_n, index, row, column)
+                    self.copy(tma, barrier, piece, keys, self.hidden(seen), outer, column)
+                key = first - self.tile_n + rows_before[i]
+                pages[i] = self.page_of(paged, table, keys, key)
 
     def ring_of(self, to, head):
         """Addresses of a ring for lanes: a head's rows, bytes of a row, the first stage, and its
         barrier; those of free stages come after those of full ones."""
-        _, smem, ring, data, row_bytes, head_bytes = to
+        _, smem, ring, data, row_bytes, head_step = to
         return (
-            *(data.toint() + Int64(head) * head_bytes, row_bytes),
+            *(data.toint() + Int64(head) * head_step * 16, row_bytes),
             *(Int32(smem.iterator.toint()), Int32(ring.sync_object_full.get_barrier(0).toint())),
         )
 
@@ -508,39 +530,6 @@ class PagedAttention(AttentionForward):
                 f"mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [{{$r0}}], {size};",
                 read_only_args=[barrier],
             )
-
-    @cute.jit
-    def load_pages(self, to, state, block, paged, table, keys, head, warp_index):
-        """Waits for a stage and starts this warp's copies of a block of keys into it: 64 columns of
-        every page, or of each second or fourth one. Lanes read their entries of the page table
-        before the stage is free."""
-        tma, smem, ring, _, _, _ = to
-        columns = self.d // PIECE
-        stride = LOADERS // columns  # of this warp's copies
-        column, own = warp_index % columns, warp_index // columns
-        lane, first = cute.arch.lane_idx(), block * self.tile_n
-        count = (paged.copies - own + stride - 1) // stride
-        rows = paged.copy_rows
-        place = self.page_place(paged, table, keys, first + (own + lane * stride) * rows)
-        if warp_index == 0:
-            ring.producer_acquire(state)
-        else:
-            ring.sync_object_empty.wait(state.index, state.phase)
-        for start in cutlass.range(0, count, 32, unroll=1):
-            if start > 0:
-                at = own + (start + lane) * stride
-                place = self.page_place(paged, table, keys, first + at * rows)
-            for i in cutlass.range(cutlass.min(count - start, 32), unroll=4):
-                row = (own + (start + i) * stride) * rows
-                seen = cutlass.min(cutlass.max(keys - first - row, 0), rows)
-                end = cute.arch.shuffle_sync(place, i) + seen
-                outer = (head, *outer_coordinates(end, True))
-                piece = self.piece(smem, COPY_ROWS, self.tile_n, state.index, row, column)
-                self.copy(tma, ring, state, piece, keys, self.hidden(seen), outer, column)
-
-    def page_place(self, paged, table, keys, key):
-        """The maps' row of a key, at once; of the last key for one behind it."""
-        return self.place_of(paged, self.page_of(paged, table, keys, key), key)
 
     def page_of(self, paged, table, keys, key):
         """A key's entry of the page table; the first or the last one for keys before or behind."""
