@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/common/problem.h"
@@ -328,6 +329,12 @@ void* scale_of(const TensorView* scale, int32_t* step) {
 // Who fills stages: kernel.py's BY_ENGINE and so on.
 enum Loader : int32_t { kByEngine, kByLanes, kByWidening };
 
+// For measurements only.
+int of_environment(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atoi(value);
+}
+
 void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
                 AttentionPagedArguments* a) {
   const int64_t bytes = dtype_bytes(k.rows.dtype);
@@ -337,9 +344,10 @@ void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
   a->v_row = narrow(v.strides[0] * bytes);
   a->k_head = narrow(k.strides[1] * bytes / 16);
   a->v_head = narrow(v.strides[1] * bytes / 16);
-  a->loader = is_float8(k.rows)                 ? kByWidening
-              : choice.copy_rows >= kEngineRows ? kByEngine
-                                                : kByLanes;
+  const int64_t engine = of_environment("TIERCEL_PAGED_ENGINE", kEngineRows);
+  a->loader = is_float8(k.rows)            ? kByWidening
+              : choice.copy_rows >= engine ? kByEngine
+                                           : kByLanes;
 }
 
 void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
@@ -382,6 +390,7 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->tiles = narrow(choice.tiles);
   while ((int64_t{1} << a->halvings) < batch) ++a->halvings;
   a->parts = narrow(choice.parts);
+  a->opposed = of_environment("TIERCEL_PAGED_OPPOSED", 0);
   set_copies(choice, k, v, a);
 }
 
