@@ -35,7 +35,7 @@ from kernels.attention.common.layouts import (
 from kernels.attention.common.packed import load_at, rows_between
 from kernels.attention.common.pipelines import writer
 from kernels.attention.common.softmax import hide_outside, inverse, join_sink, largest
-from kernels.attention.common.tiles import free_blocks, key_blocks, place, rounds_of_block
+from kernels.attention.common.tiles import free_blocks, key_blocks, place
 from kernels.attention.forward.kernel import AttentionForward
 
 _LN2 = 0.6931471805599453
@@ -88,7 +88,7 @@ class Paged(NamedTuple):
     tiles: Int32  # of a key head
     halvings: Int32  # of the batch, until one sequence is left
     parts: Int32  # of a tile's keys
-    opposed: Int32  # 1: every second block of threads takes its tiles in the opposite order
+    mixed: Int32  # 1: tiles come from both ends of the batch in turn
     loader: Int32  # BY_ENGINE, ...
     k_row: Int32  # from a row of the maps to the next, in bytes
     v_row: Int32
@@ -158,12 +158,15 @@ class PagedAttention(AttentionForward):
     @cute.jit
     def tile(self, turn, q_tiles, paged, problem):
         """This block's tile in a round: row of tiles and part, first head of the result and
-        sequence. The last tiles of the last sequences come first; where orders are opposed, every
-        second block has them last, so that some multiply while others wait for memory."""
-        if paged.opposed & cute.arch.block_idx()[0] == 1:
-            rounds = rounds_of_block(self.tiles(paged, problem)[1], self.masked)
-            turn = cutlass.max(rounds - 1 - turn, 0)
+        sequence. The last tiles of the last sequences come first. In a mixed batch the first ones
+        of the first sequences alternate with them, so that some blocks multiply chunks while others
+        wait for the keys of decoding sequences."""
         at = place(turn, self.masked)
+        if paged.mixed == 1:
+            half = at // 2
+            if at % 2 == 1:
+                half = cutlass.max(self.tiles(paged, problem)[1] - 1 - half, 0)
+            at = half
         whole = at // paged.parts
         part = at - whole * paged.parts
         slot = whole // problem.kv_heads

@@ -151,8 +151,7 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
   const int64_t bytes = dtype_bytes(view.dtype);
   if (cache.strides[0] > kMostStep / bytes || cache.strides[1] / kVector > kMostStep / bytes) {
     return unsupported(cache.argument,
-                       "have places that are less than 2 GiB apart and heads that are less than "
-                       "16 GiB apart",
+                       "have places less than 2 GiB apart and heads less than 16 GiB apart",
                        "strides " + shape_text(view.strides, 4));
   }
   return check_tensor_map(any, cache.rows, kOp, name);
@@ -390,7 +389,7 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->tiles = narrow(choice.tiles);
   while ((int64_t{1} << a->halvings) < batch) ++a->halvings;
   a->parts = narrow(choice.parts);
-  a->opposed = of_environment("TIERCEL_PAGED_OPPOSED", 0);
+  a->mixed = of_environment("TIERCEL_PAGED_MIXED", 0);
   set_copies(choice, k, v, a);
 }
 
