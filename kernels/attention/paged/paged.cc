@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/common/problem.h"
@@ -328,12 +327,6 @@ void* scale_of(const TensorView* scale, int32_t* step) {
 // Who fills stages: kernel.py's BY_ENGINE and so on.
 enum Loader : int32_t { kByEngine, kByLanes, kByWidening };
 
-// For measurements only.
-int of_environment(const char* name, int otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::atoi(value);
-}
-
 void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
                 AttentionPagedArguments* a) {
   const int64_t bytes = dtype_bytes(k.rows.dtype);
@@ -343,10 +336,9 @@ void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
   a->v_row = narrow(v.strides[0] * bytes);
   a->k_head = narrow(k.strides[1] * bytes / 16);
   a->v_head = narrow(v.strides[1] * bytes / 16);
-  const int64_t engine = of_environment("TIERCEL_PAGED_ENGINE", kEngineRows);
-  a->loader = is_float8(k.rows)            ? kByWidening
-              : choice.copy_rows >= engine ? kByEngine
-                                           : kByLanes;
+  a->loader = is_float8(k.rows)                 ? kByWidening
+              : choice.copy_rows >= kEngineRows ? kByEngine
+                                                : kByLanes;
 }
 
 void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
@@ -389,7 +381,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->tiles = narrow(choice.tiles);
   while ((int64_t{1} << a->halvings) < batch) ++a->halvings;
   a->parts = narrow(choice.parts);
-  a->mixed = of_environment("TIERCEL_PAGED_MIXED", 0);
+  // One sequence has more than twice the average of new tokens.
+  a->mixed = call.max_q / 2 > q.shape[0] / batch;
   set_copies(choice, k, v, a);
 }
 
