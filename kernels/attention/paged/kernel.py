@@ -5,11 +5,12 @@ It multiplies as forward/kernel.py does. What differs:
 
 - The rows of a warpgroup are the query heads of one key head, times as many queries as fit into 64
   rows: keys are read once for all of them. Row r is query r % queries of head r // queries.
-- Warps 0 to 3 copy keys page by page: each lane reads one entry of the page table, and a copy takes
-  64 columns of the rows of one page, or of a block of keys if that is less. A copy's map ends with
-  the sequence, so rows behind its last key arrive as zeros, whatever the page holds. Rows of small
-  pages are copied 16 bytes a lane instead: the copy engine takes as long for one as for many.
-  Those of float8 caches are too, and the same lanes widen them to 16 bits in place.
+- Warps 0 and 1 copy values, warps 2 and 3 keys; they read the page table a block ahead. The copy
+  engine takes 64 columns of the rows of a page, or of a block of keys if that is less. Its map ends
+  with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
+  small pages are copied 16 bytes a lane: to start a copy of few rows takes about 200 cycles.
+- Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
+  of keys and values in turn, so that copies arrive while the block before them is widened.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
@@ -45,7 +46,6 @@ _LN2 = 0.6931471805599453
 COPY_ROWS = 8
 
 LOADERS = 4  # warps
-ENGINE_ROWS = 64  # the fewest rows of a page that the copy engine takes
 
 # Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
 BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
@@ -260,9 +260,9 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def produce(self, q, k, v, paged, problem, q_tiles, rounds, lse, thread, warp_index):
-        """Four warps share the copies of keys and values, since copies of small pages are many: one
-        warp takes longer to start them than the others to multiply. The last of a block's copies
-        may start before one of the warps announces their bytes: it also arrives then."""
+        """Two warps share the copies of values, two those of keys: one takes longer to start them
+        than the others to multiply. A copy may arrive before the first of the two announces the
+        block's bytes: the barrier still waits for the announcement."""
         q_write = writer(self.variant.q_stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
@@ -328,31 +328,27 @@ class PagedAttention(AttentionForward):
         """A tile's keys or values by the copy engine, 64 columns of a page at once; `blocks` came
         before them. Each of two warps starts every other copy."""
         tma, smem, ring, _, _, _ = to
-        columns = self.d // PIECE
-        own = [warp_index % 2 + 2 * i for i in range(-(-self.tile_n // ENGINE_ROWS * columns // 2))]
-        rows_before = [copy // columns * paged.copy_rows for copy in own]
-        pages = cute.make_rmem_tensor(len(own), Int32)
-        for i in cutlass.range_constexpr(len(own)):
-            key = (last - 1) * self.tile_n + rows_before[i]
-            pages[i] = self.page_of(paged, table, keys, key)
+        columns, half = self.d // PIECE, warp_index % 2
+        rows_before = cute.arch.lane_idx() * paged.copy_rows
+        key = (last - 1) * self.tile_n + rows_before
+        page = self.page_of(paged, table, keys, key)
         for step in cutlass.range(last - low, unroll=1):
             index, parity = self.stage_of(blocks + step)
             barrier = ring.sync_object_full.get_barrier(index)
-            first = (last - 1 - step) * self.tile_n
-            for i in cutlass.range_constexpr(len(own)):
-                pages[i] = self.place_of(paged, pages[i], first + rows_before[i])
+            first = (last - 1 - step) * self.tile_n + rows_before
+            seen = cutlass.min(cutlass.max(keys - first, 0), paged.copy_rows)
+            end = self.place_of(paged, page, first) + seen
+            page = self.page_of(paged, table, keys, first - self.tile_n)
             ring.sync_object_empty.wait(index, parity)
-            if warp_index % 2 == 0:
+            if half == 0:
                 self.expect(Int32(barrier.toint()))
-            for i in cutlass.range_constexpr(len(own)):
-                if own[i] < paged.copies * columns:
-                    row, column = rows_before[i], own[i] % columns
-                    seen = cutlass.min(cutlass.max(keys - first - row, 0), paged.copy_rows)
-                    outer = (head, *outer_coordinates(pages[i] + seen, True))
-                    piece = self.piece(smem, COPY_ROWS, self.tile_n, index, row, column)
-                    self.copy(tma, barrier, piece, keys, self.hidden(seen), outer, column)
-                key = first - self.tile_n + rows_before[i]
-                pages[i] = self.page_of(paged, table, keys, key)
+            for own in cutlass.range(half, paged.copies * columns, 2, unroll=1):
+                source, column = own // columns, own % columns
+                row = source * paged.copy_rows
+                hidden = self.hidden(cute.arch.shuffle_sync(seen, source))
+                outer = outer_coordinates(cute.arch.shuffle_sync(end, source), True)
+                piece = self.piece(smem, COPY_ROWS, self.tile_n, index, row, column)
+                self.copy(tma, barrier, piece, keys, hidden, (head, *outer), column)
 
     def ring_of(self, to, head):
         """Addresses of a ring for lanes: a head's rows, bytes of a row, the first stage, and its

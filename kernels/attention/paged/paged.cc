@@ -26,8 +26,9 @@ constexpr int64_t kMostStep = 0x7fffffff;
 constexpr int64_t kMostTiles = int64_t{1} << 22;  // of a key head: kernel.py's _NO_TILE
 constexpr int64_t kRows = 64;                     // of a warpgroup
 constexpr int64_t kWarpgroups = 2;
-constexpr int64_t kEngineRows = 64;       // kernel.py's ENGINE_ROWS
-constexpr int64_t kVector = 8;           // elements of out in 16 bytes
+constexpr int64_t kMostCopies = 8;  // of the engine, for a block of keys: more start too slowly
+constexpr int64_t kColumns = 64;    // of a copy
+constexpr int64_t kVector = 8;      // elements of out in 16 bytes
 constexpr int64_t kMaxHeadDimension = 256;
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
@@ -336,9 +337,9 @@ void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
   a->v_row = narrow(v.strides[0] * bytes);
   a->k_head = narrow(k.strides[1] * bytes / 16);
   a->v_head = narrow(v.strides[1] * bytes / 16);
-  a->loader = is_float8(k.rows)                 ? kByWidening
-              : choice.copy_rows >= kEngineRows ? kByEngine
-                                                : kByLanes;
+  const AttentionPagedVariant& tile = choice.kernel->variant;
+  const int64_t copies = tile.tile_n / choice.copy_rows * (tile.d / kColumns);
+  a->loader = is_float8(k.rows) ? kByWidening : copies <= kMostCopies ? kByEngine : kByLanes;
 }
 
 void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
