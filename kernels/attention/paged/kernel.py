@@ -8,7 +8,7 @@ It multiplies as forward/kernel.py does. What differs:
 - Warps 0 and 1 copy values, warps 2 and 3 keys; they read the page table a block ahead. The copy
   engine takes 64 columns of the rows of a page, or of a block of keys if that is less. Its map ends
   with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
-  small pages are copied 16 bytes a lane: to start a copy of few rows takes about 200 cycles.
+  small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
 - Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
   of keys and values in turn, so that copies arrive while the block before them is widened.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at

@@ -180,8 +180,7 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   const Argument table{kOp, "page_table", *call.page_table};
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
-  if (is_float8(*call.k_cache))
-    TIERCEL_RETURN_IF_ERROR(check_float8(k, d, options.softcap != 0.0));
+  if (is_float8(*call.k_cache)) TIERCEL_RETURN_IF_ERROR(check_float8(k, d, options.softcap != 0.0));
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 256",
                        std::to_string(d));
