@@ -162,6 +162,14 @@ def test_pages_of_any_stride(make):
             {"v_cache": far(50, 16, 2, 64, strides=(16 * 132, 132, 64, 1))},
         ),
         (
+            "`k_cache` must have places less than 2 GiB apart and heads less than 16 GiB apart",
+            {"k_cache": far(50, 16, 2, 64, strides=(2**34, 2**30, 64, 1))},
+        ),
+        (
+            "`v_cache` must have places less than 2 GiB apart and heads less than 16 GiB apart",
+            {"v_cache": far(50, 16, 2, 64, strides=(1024, 64, 2**33, 1))},
+        ),
+        (
             "`q` must be contiguous in its last dimension",
             {"q": far(900, 8, 64, strides=(1024, 128, 2))},
         ),

@@ -50,6 +50,12 @@ def test_pages(page, layout):
     check(make([(70, 300), (1, 256), (2, 17)], page=page, layout=layout))
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("page", [8, 32, 64])
+def test_pages_that_lanes_copy_and_others(page, d):
+    check(make([(70, 300), (1, 256), (2, 17)], page=page, d=d))
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (8, 1), (64, 1), (48, 1), (7, 7)])
 def test_groups(heads):
     check(make([(30, 40), (1, 130)], heads, around=(3, 5)))

@@ -5,11 +5,12 @@ It multiplies as forward/kernel.py does. What differs:
 
 - The rows of a warpgroup are the query heads of one key head, times as many queries as fit into 64
   rows: keys are read once for all of them. Row r is query r % queries of head r // queries.
-- Warps 0 to 3 copy keys page by page: each lane reads one entry of the page table, and a copy takes
-  64 columns of the rows of one page, or of a block of keys if that is less. A copy's map ends with
-  the sequence, so rows behind its last key arrive as zeros, whatever the page holds. Rows of small
-  pages are copied 16 bytes a lane instead: the copy engine takes as long for one as for many.
-  Those of float8 caches are too, and the same lanes widen them to 16 bits in place.
+- Warps 0 and 1 copy values, warps 2 and 3 keys; they read the page table a block ahead. The copy
+  engine takes 64 columns of the rows of a page, or of a block of keys if that is less. Its map ends
+  with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
+  small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
+- Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
+  of keys and values in turn, so that copies arrive while the block before them is widened.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
@@ -87,10 +88,11 @@ class Paged(NamedTuple):
     tiles: Int32  # of a key head
     halvings: Int32  # of the batch, until one sequence is left
     parts: Int32  # of a tile's keys
+    mixed: Int32  # 1: tiles come from both ends of the batch in turn
     loader: Int32  # BY_ENGINE, ...
-    k_row: Int32  # bytes from a row of the maps to the next, and from a head to the next
+    k_row: Int32  # from a row of the maps to the next, in bytes
     v_row: Int32
-    k_head: Int32
+    k_head: Int32  # from a head to the next, in 16 bytes
     v_head: Int32
 
 
@@ -128,7 +130,7 @@ class PagedAttention(AttentionForward):
         start = (smem.iterator + at).align(128)
         return cute.make_tensor(start, cute.slice_(layout.outer, (None, None, 0)))
 
-    def copy(self, tma, ring, state, piece, rows, hidden, outer, column):
+    def copy(self, tma, barrier, piece, rows, hidden, outer, column):
         """Starts a copy of 64 columns; `hidden` of the map's rows come before the first one."""
         places = sequence_coordinates(rows, self.d, 1, 1, hidden)
         tile = (cute.size(piece, mode=[0]), PIECE)
@@ -136,7 +138,6 @@ class PagedAttention(AttentionForward):
         to, source = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), tiles
         )
-        barrier = ring.producer_get_barrier(state)
         cute.copy(tma, source[None, (0, column, *outer)], to, tma_bar_ptr=barrier)
 
     # Tiles, sequences and masks.
@@ -157,8 +158,15 @@ class PagedAttention(AttentionForward):
     @cute.jit
     def tile(self, turn, q_tiles, paged, problem):
         """This block's tile in a round: row of tiles and part, first head of the result and
-        sequence. The last tiles of the last sequences come first."""
+        sequence. The last tiles of the last sequences come first. In a mixed batch the first ones
+        of the first sequences alternate with them, so that some blocks multiply chunks while others
+        wait for the keys of decoding sequences."""
         at = place(turn, self.masked)
+        if paged.mixed == 1:
+            half = at // 2
+            if at % 2 == 1:
+                half = cutlass.max(self.tiles(paged, problem)[1] - 1 - half, 0)
+            at = half
         whole = at // paged.parts
         part = at - whole * paged.parts
         slot = whole // problem.kv_heads
@@ -252,46 +260,40 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def produce(self, q, k, v, paged, problem, q_tiles, rounds, lse, thread, warp_index):
-        """Four warps share the copies of keys and values, since copies of small pages are many: one
-        warp takes longer to start them than the others to multiply. The last of a block's copies
-        may start before the first warp announces their bytes: it also arrives then."""
+        """Two warps share the copies of values, two those of keys: one takes longer to start them
+        than the others to multiply. A copy may arrive before the first of the two announces the
+        block's bytes: the barrier still waits for the announcement."""
         q_write = writer(self.variant.q_stages)
-        k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
-        pending, blocks = Int32(0), Int32(0)
-        widens = const_expr(self.widens) and paged.loader == BY_WIDENING
+        blocks, pending = Int32(0), (Int32(0), Int32(0))
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
             low, last = self.key_blocks(row, queries, keys, paged, problem)
             head, keys = self.stored(row, head, queries, keys, paged, problem)
             table = paged.table.toint() + Int64(entry) * paged.table_row * 4
-            of_keys = (paged, table, keys, head // paged.group, warp_index)
-            if not widens:
-                pending = self.load_block(k, k_write, last - 1, pending, *of_keys)
-                k_write.advance()
+            of_keys = (blocks, low, last, paged, table, keys, head // paged.group, warp_index)
             if warp_index == 0:
                 self.load_queries(q, q_write, row, head, queries, q_at, paged, problem)
             q_write.advance()
-            if widens:
-                blocks = self.widen(k, v, blocks, low, last, *of_keys)
-            else:
-                for step in cutlass.range(last - 1 - low, unroll=1):
-                    block = last - 1 - step
-                    pending = self.load_block(k, k_write, block - 1, pending, *of_keys)
-                    k_write.advance()
-                    pending = self.load_block(v, v_write, block, pending, *of_keys)
-                    v_write.advance()
-                pending = self.load_block(v, v_write, low, pending, *of_keys)
-                v_write.advance()
-        if pending != 0:
-            cute.arch.inline_ptx("cp.async.wait_group 0;")
-            self.announce(pending, self.tile_n // LOADERS)
+            if paged.loader == BY_ENGINE:
+                if warp_index < 2:
+                    self.load_pages(v, *of_keys)
+                else:
+                    self.load_pages(k, *of_keys)
+            if paged.loader == BY_LANES:
+                self.load_rows(k, v, *of_keys)
+            if const_expr(self.widens):
+                if paged.loader == BY_WIDENING:
+                    pending = self.load_float8(k, v, pending, *of_keys)
+            blocks += last - low
+        if const_expr(self.widens):
+            if pending[0] != 0:
+                cute.arch.inline_ptx("cp.async.wait_group 0;")
+                self.widen(*pending)
         if warp_index > 0:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
-        elif not widens:
-            v[2].producer_tail(v_write)
 
     @cute.jit
     def stored(self, row, head, queries, keys, paged, problem):
@@ -318,67 +320,169 @@ class PagedAttention(AttentionForward):
             for column in cutlass.range_constexpr(self.d // PIECE):
                 to = self.piece(sq, ROWS, self.tile_m, state.index, wg * ROWS, column)
                 outer = (head, *outer_coordinates(q_at, True))
-                self.copy(tma_q, ring, state, to, problem.seq_q, hidden, outer, column)
+                barrier = ring.producer_get_barrier(state)
+                self.copy(tma_q, barrier, to, problem.seq_q, hidden, outer, column)
 
     @cute.jit
-    def widen(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
-        """A tile's keys and values of float8; `blocks` came before them. Two warps copy and widen
-        values, two keys, so that one pair waits for memory while the other converts. A lane copies
-        16 bytes to where the second half of their 32 bytes will be, and widens them there."""
-        half = warp_index % 2
-        stages, rows = self.variant.stages, self.tile_n // 2  # rows of this warp
-        (_, smem, ring, data, row_bytes, head_bytes), lane = v, cute.arch.lane_idx()
-        source, memory = data.toint(), Int32(smem.iterator.toint())
-        full = Int32(ring.sync_object_full.get_barrier(0).toint())
+    def load_pages(self, to, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys or values by the copy engine, 64 columns of a page at once; `blocks` came
+        before them. Each of two warps starts every other copy."""
+        tma, smem, ring, _, _, _ = to
+        columns, half = self.d // PIECE, warp_index % 2
+        rows_before = cute.arch.lane_idx() * paged.copy_rows
+        key = (last - 1) * self.tile_n + rows_before
+        page = self.page_of(paged, table, keys, key)
+        for step in cutlass.range(last - low, unroll=1):
+            index, parity = self.stage_of(blocks + step)
+            barrier = ring.sync_object_full.get_barrier(index)
+            first = (last - 1 - step) * self.tile_n + rows_before
+            seen = cutlass.min(cutlass.max(keys - first, 0), paged.copy_rows)
+            end = self.place_of(paged, page, first) + seen
+            page = self.page_of(paged, table, keys, first - self.tile_n)
+            ring.sync_object_empty.wait(index, parity)
+            if half == 0:
+                self.expect(Int32(barrier.toint()))
+            for own in cutlass.range(half, paged.copies * columns, 2, unroll=1):
+                source, column = own // columns, own % columns
+                row = source * paged.copy_rows
+                hidden = self.hidden(cute.arch.shuffle_sync(seen, source))
+                outer = outer_coordinates(cute.arch.shuffle_sync(end, source), True)
+                piece = self.piece(smem, COPY_ROWS, self.tile_n, index, row, column)
+                self.copy(tma, barrier, piece, keys, hidden, (head, *outer), column)
+
+    def ring_of(self, to, head):
+        """Addresses of a ring for lanes: a head's rows, bytes of a row, the first stage, and its
+        barrier; those of free stages come after those of full ones."""
+        _, smem, ring, data, row_bytes, head_step = to
+        return (
+            *(data.toint() + Int64(head) * head_step * 16, row_bytes),
+            *(Int32(smem.iterator.toint()), Int32(ring.sync_object_full.get_barrier(0).toint())),
+        )
+
+    def stage_of(self, count):
+        """The stage of a ring that is filled after `count` others, and the parity of its wait."""
+        turn = count // self.variant.stages
+        return count - turn * self.variant.stages, (turn & 1) ^ 1
+
+    @cute.jit
+    def load_rows(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys and values, 16 bytes a lane; `blocks` came before them. Two warps copy
+        values, two keys: both wait for their own copies only. Eight lanes copy 64 columns of a
+        row; a warp reads the page table a block ahead."""
+        rows, pieces = self.tile_n // 2, self.d // PIECE  # of this warp; of a row
+        half, lane = warp_index % 2, cute.arch.lane_idx()
+        source, row_bytes, memory, full = self.ring_of(v, head)
         if warp_index >= 2:
-            _, smem, ring, data, row_bytes, head_bytes = k
-            source, memory = data.toint(), Int32(smem.iterator.toint())
-            full = Int32(ring.sync_object_full.get_barrier(0).toint())
+            source, row_bytes, memory, full = self.ring_of(k, head)
+        own_row, chunk = lane // 8, lane % 8
+        source += chunk * 16
+        memory += half * (rows * 2 * PIECE) + own_row * (2 * PIECE) + (chunk ^ own_row) * 16
+        at_lane = half * rows + lane
+        key = (last - 1) * self.tile_n + at_lane
+        pages = cute.make_rmem_tensor(rows // 32, Int32)
+        for i in cutlass.range_constexpr(rows // 32):
+            pages[i] = self.page_of(paged, table, keys, key + 32 * i)
+        for step in cutlass.range(last - low, unroll=1):
+            index, parity = self.stage_of(blocks + step)
+            barrier, stage = full + index * 8, memory + index * (self.tile_n * self.d * 2)
+            first = (last - 1 - step) * self.tile_n
+            seen = [keys - first - half * rows - own_row] * pieces
+            for piece in cutlass.range_constexpr(pieces):
+                inside = piece * PIECE + chunk * 8 < paged.columns
+                seen[piece] = seen[piece] if inside else Int32(0)
+            for i in cutlass.range_constexpr(rows // 32):
+                pages[i] = self.place_of(paged, pages[i], first + at_lane + 32 * i)
+            self.wait(barrier + self.variant.stages * 8, parity)
+            for i in cutlass.range_constexpr(rows // 4):
+                place = cute.arch.shuffle_sync(pages[i // 8], i % 8 * 4 + own_row)
+                at_row, to = source + Int64(place) * row_bytes, stage ^ (i % 2 * 64)
+                for piece in cutlass.range_constexpr(pieces):
+                    offset = piece * (self.tile_n * 2 * PIECE) + i * (8 * PIECE)
+                    self.copy_or_clear(*(to, offset, at_row, piece * 2 * PIECE, i * 4, seen[piece]))
+            cute.arch.inline_ptx("cp.async.commit_group;")
+            for i in cutlass.range_constexpr(rows // 32):
+                key = first - self.tile_n + at_lane + 32 * i
+                pages[i] = self.page_of(paged, table, keys, key)
+            if half == 0:
+                self.expect(barrier)
+            cute.arch.inline_ptx("cp.async.wait_group 0;")
+            self.announce(barrier, rows)
+
+    @cute.jit
+    def load_float8(self, k, v, pending, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys and values of float8; `blocks` came before them. Each warp copies its rows
+        of a block and then widens those of the block of values or keys before it, `pending`: its
+        barrier, 0 if there is none, and this lane's first place. A lane copies 16 bytes to where
+        the second half of their 32 bytes will be."""
+        rows, lane = self.tile_n // LOADERS, cute.arch.lane_idx()
+        k_source, k_row, k_memory, k_full = self.ring_of(k, head)
+        v_source, v_row, v_memory, v_full = self.ring_of(v, head)
         # Eight rows at once, 64 columns of each: chunks of 32 bytes, in shared memory's swizzle.
         own_row, chunk = lane // 4, lane % 4
-        source += Int64(head) * head_bytes + chunk * 16
-        memory += half * (rows * 2 * PIECE) + own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
-        for step in cutlass.range(last - low, unroll=1):
-            first = (last - 1 - step) * self.tile_n + half * rows
-            turn = (blocks + step) // stages
-            index = blocks + step - turn * stages
-            barrier, stage = full + index * 8, memory + index * (self.tile_n * self.d * 2)
-            places = [
-                self.page_place(paged, table, keys, first + i + lane) for i in range(0, rows, 32)
-            ]
-            self.wait(barrier + stages * 8, (turn & 1) ^ 1)
-            for piece in cutlass.range(self.d // PIECE, unroll=1):
-                seen = keys - first if piece * PIECE + chunk * 16 < paged.columns else Int32(0)
-                for of_lane in cutlass.range_constexpr(len(places)):
-                    for i in cutlass.range(4, unroll=1):
-                        row = i * 8 + own_row
-                        to = stage + piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
-                        place = cute.arch.shuffle_sync(places[of_lane], row)
-                        cute.arch.inline_ptx(
-                            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                            read_only_args=[
-                                (to + of_lane * (64 * PIECE)) ^ 16,
-                                source + Int64(place) * row_bytes + piece * PIECE,
-                                Int32(16) if of_lane * 32 + row < seen else Int32(0),
-                            ],
-                        )
-                cute.arch.inline_ptx("cp.async.commit_group;")
-            if half == 0:
-                with cute.arch.elect_one():
-                    cute.arch.inline_ptx(
-                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",
-                        read_only_args=[barrier, Int32(self.tile_n * self.d * 2)],
-                    )
-            for piece in cutlass.range(self.d // PIECE, unroll=1):
-                if piece == self.d // PIECE - 1:
-                    cute.arch.inline_ptx("cp.async.wait_group 0;")
-                else:
-                    cute.arch.inline_ptx("cp.async.wait_group 1;")  # of two
-                for i in cutlass.range(rows // 8 // _AT_ONCE, unroll=1):
-                    at = stage + piece * (self.tile_n * 2 * PIECE)
-                    self.widen_chunks(at + i * (_AT_ONCE * 16 * PIECE))
-            self.announce(barrier, rows)
-        return blocks + last - low
+        own = warp_index * (rows * 2 * PIECE) + own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
+        at_lane = warp_index * rows + lane
+        page = self.page_of(paged, table, keys, (last - 1) * self.tile_n + at_lane)
+        place_before, place = Int32(0), Int32(0)
+        barrier_before, at_before = pending
+        copies = 2 * (last - low)
+        for copy in cutlass.range(copies, unroll=1):
+            # Keys are a block ahead: k0 k1 v0 k2 v1 ... v.
+            block = (copy + 1) // 2
+            of_values = (copy > 0) & (copy % 2 == 0) | (copy == copies - 1)
+            source, row_bytes, memory, full = k_source, k_row, k_memory, k_full
+            if of_values:
+                block -= 1
+                source, row_bytes, memory, full = v_source, v_row, v_memory, v_full
+            first = (last - 1 - block) * self.tile_n
+            if not of_values:
+                place_before = place
+                place = self.place_of(paged, page, first + at_lane)
+                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+            of_copy = place_before if of_values & (copy < copies - 1) else place
+            index, parity = self.stage_of(blocks + block)
+            barrier, to = full + index * 8, memory + own + index * (self.tile_n * self.d * 2)
+            seen = keys - first - warp_index * rows - own_row
+            self.wait(barrier + self.variant.stages * 8, parity)
+            for i in cutlass.range_constexpr(4):
+                at_row = cute.arch.shuffle_sync(of_copy, i * 8 + own_row)
+                at_row = source + Int64(at_row) * row_bytes + chunk * 16
+                for piece in cutlass.range_constexpr(self.d // PIECE):
+                    inside = piece * PIECE + chunk * 16 < paged.columns
+                    visible = seen if inside else Int32(0)
+                    offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
+                    self.copy_or_clear(to ^ 16, offset, at_row, piece * PIECE, i * 8, visible)
+            cute.arch.inline_ptx("cp.async.commit_group;")
+            if warp_index == 0:
+                self.expect(barrier)
+            if barrier_before != 0:
+                cute.arch.inline_ptx("cp.async.wait_group 1;")
+                self.widen(barrier_before, at_before)
+            barrier_before, at_before = barrier, to
+        return barrier_before, at_before
+
+    @cute.jit
+    def widen(self, barrier, to):
+        """This warp's rows of a block, which have arrived."""
+        for piece in cutlass.range(self.d // PIECE, unroll=1):
+            self.widen_chunks(to + piece * (self.tile_n * 2 * PIECE))
+        self.announce(barrier, self.tile_n // LOADERS)
+
+    def copy_or_clear(self, to, to_offset, source, offset, row, seen):
+        """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
+        cute.arch.inline_ptx(
+            f"{{ .reg .pred behind; setp.le.s32 behind, {{$r2}}, {row}; cp.async.cg.shared.global "
+            f"[{{$r0}} + {to_offset}], [{{$r1}} + {offset}], 16, behind; }}",
+            read_only_args=[to, source, seen],
+        )
+
+    @cute.jit
+    def expect(self, barrier):
+        """One warp: a stage's barrier waits for as many bytes as a block has."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",
+                read_only_args=[barrier, Int32(self.tile_n * self.d * 2)],
+            )
 
     def wait(self, barrier, phase):
         cute.arch.inline_ptx(
@@ -418,50 +522,6 @@ class PagedAttention(AttentionForward):
         cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[at])
 
     @cute.jit
-    def load_block(self, to, state, block, pending, paged, table, keys, head, warp_index):
-        """Copies a block of keys or values; `pending` is the barrier of rows that lanes have not
-        announced yet, or 0, and so is the result."""
-        if paged.loader == BY_LANES:
-            own = self.load_rows(to, state, block, paged, table, keys, head, warp_index)
-            if pending != 0:
-                cute.arch.inline_ptx("cp.async.wait_group 1;")
-                self.announce(pending, self.tile_n // LOADERS)
-            pending = own
-        else:
-            self.load_pages(to, state, block, paged, table, keys, head, warp_index)
-        return pending
-
-    @cute.jit
-    def load_rows(self, to, state, block, paged, table, keys, head, warp_index):
-        """Waits for a stage and starts this warp's copies of a block's rows, 16 bytes a lane;
-        returns the stage's barrier."""
-        _, smem, ring, data, row_bytes, head_bytes = to
-        chunks, rows = self.d // 8, self.tile_n // LOADERS  # of a row; of this warp
-        lane, first = cute.arch.lane_idx(), block * self.tile_n + warp_index * rows
-        place = self.page_place(paged, table, keys, first + lane % rows)
-        column = lane % chunks
-        seen = keys - first if column * 8 < paged.columns else Int32(0)
-        source = data.toint() + Int64(head) * head_bytes + column * 16
-        at = state.index * (self.tile_n * self.d) + column // 8 * (self.tile_n * PIECE)
-        stage = Int32((smem.iterator + at).toint()) + warp_index * (rows * 2 * PIECE)
-        if warp_index == 0:
-            ring.producer_acquire(state)
-        else:
-            ring.sync_object_empty.wait(state.index, state.phase)
-        for i in cutlass.range(rows * chunks // 32, unroll=4):
-            row = i * (32 // chunks) + lane // chunks
-            cute.arch.inline_ptx(
-                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                read_only_args=[
-                    stage + row * (2 * PIECE) + ((column ^ row) & 7) * 16,
-                    source + Int64(cute.arch.shuffle_sync(place, row)) * row_bytes,
-                    Int32(16) if row < seen else Int32(0),
-                ],
-            )
-        cute.arch.inline_ptx("cp.async.commit_group;")
-        return Int32(ring.producer_get_barrier(state).toint())
-
-    @cute.jit
     def announce(self, barrier, rows):
         """This warp's rows of a stage have arrived: they become visible to the products, and count
         as the bytes that a copy would bring."""
@@ -475,48 +535,18 @@ class PagedAttention(AttentionForward):
                 read_only_args=[barrier],
             )
 
-    @cute.jit
-    def load_pages(self, to, state, block, paged, table, keys, head, warp_index):
-        """Waits for a stage and starts this warp's copies of a block of keys into it: 64 columns of
-        every page, or of each second or fourth one. Lanes read their entries of the page table
-        before the stage is free."""
-        tma, smem, ring, _, _, _ = to
-        columns = self.d // PIECE
-        stride = LOADERS // columns  # of this warp's copies
-        column, own = warp_index % columns, warp_index // columns
-        lane, first = cute.arch.lane_idx(), block * self.tile_n
-        count = (paged.copies - own + stride - 1) // stride
-        rows = paged.copy_rows
-        place = self.page_place(paged, table, keys, first + (own + lane * stride) * rows)
-        if warp_index == 0:
-            ring.producer_acquire(state)
-        else:
-            ring.sync_object_empty.wait(state.index, state.phase)
-        for start in cutlass.range(0, count, 32, unroll=1):
-            if start > 0:
-                at = own + (start + lane) * stride
-                place = self.page_place(paged, table, keys, first + at * rows)
-            for i in cutlass.range(cutlass.min(count - start, 32), unroll=4):
-                row = (own + (start + i) * stride) * rows
-                seen = cutlass.min(cutlass.max(keys - first - row, 0), rows)
-                end = cute.arch.shuffle_sync(place, i) + seen
-                outer = (head, *outer_coordinates(end, True))
-                piece = self.piece(smem, COPY_ROWS, self.tile_n, state.index, row, column)
-                self.copy(tma, ring, state, piece, keys, self.hidden(seen), outer, column)
+    def page_of(self, paged, table, keys, key):
+        """A key's entry of the page table; the first or the last one for keys before or behind."""
+        key = cutlass.max(cutlass.min(key, keys - 1), 0)
+        address = table + Int64(key >> paged.page_bits) * paged.table_step
+        return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4).load()
 
     @cute.jit
-    def page_place(self, paged, table, keys, key):
-        """The maps' row of a key; 0 for one behind the last. An entry that is no page counts as the
-        last page, so no contents lead outside of the cache."""
-        row = Int32(0)
-        if key < keys:
-            address = table + Int64(key >> paged.page_bits) * paged.table_step
-            at = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
-            page = at.load()
-            if page < 0 or page > paged.last_page:
-                page = paged.last_page
-            row = page * paged.page_rows + (key & ((1 << paged.page_bits) - 1))
-        return row
+    def place_of(self, paged, page, key):
+        """The maps' row of a key in a page. An entry that is no page counts as the last page, so no
+        contents lead outside of the cache."""
+        page = cutlass.min(page, paged.last_page) if page >= 0 else paged.last_page
+        return page * paged.page_rows + (key & ((1 << paged.page_bits) - 1))
 
     # The results.
 

@@ -26,8 +26,9 @@ constexpr int64_t kMostStep = 0x7fffffff;
 constexpr int64_t kMostTiles = int64_t{1} << 22;  // of a key head: kernel.py's _NO_TILE
 constexpr int64_t kRows = 64;                     // of a warpgroup
 constexpr int64_t kWarpgroups = 2;
-constexpr int64_t kMostRowsByLanes = 8;  // of a page: the copy engine is faster from 16 on
-constexpr int64_t kVector = 8;           // elements of out in 16 bytes
+constexpr int64_t kMostCopies = 8;  // of the engine, for a block of keys: more start too slowly
+constexpr int64_t kColumns = 64;    // of a copy
+constexpr int64_t kVector = 8;      // elements of out in 16 bytes
 constexpr int64_t kMaxHeadDimension = 256;
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
@@ -147,11 +148,17 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
     return unsupported(cache.argument, "have pages that span fewer than 2^31 rows",
                        "strides " + shape_text(view.strides, 4));
   }
+  const int64_t bytes = dtype_bytes(view.dtype);
+  if (cache.strides[0] > kMostStep / bytes || cache.strides[1] / kVector > kMostStep / bytes) {
+    return unsupported(cache.argument,
+                       "have places less than 2 GiB apart and heads less than 16 GiB apart",
+                       "strides " + shape_text(view.strides, 4));
+  }
   return check_tensor_map(any, cache.rows, kOp, name);
 }
 
 // Lanes copy and widen float8: 16 of a row at once.
-Status check_float8(const PagedCache& k, const PagedCache& v, int64_t d, bool capped) {
+Status check_float8(const PagedCache& k, int64_t d, bool capped) {
   if (batch_invariant() || d > kMostWidened || d % 16 != 0 || capped) {
     return unsupported(
         k.argument,
@@ -161,12 +168,6 @@ Status check_float8(const PagedCache& k, const PagedCache& v, int64_t d, bool ca
                             "unless the head dimension is a multiple of 16 up to 128 and `softcap` "
                             "is None",
         "float8_e4m3fn");
-  }
-  for (const PagedCache* cache : {&k, &v}) {
-    if (cache->strides[0] > kMostStep || cache->strides[1] > kMostStep) {
-      return unsupported(cache->argument, "have rows that are less than 2 GiB apart",
-                         "strides " + shape_text(cache->argument.view.strides, 4));
-    }
   }
   return Status();
 }
@@ -179,8 +180,7 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   const Argument table{kOp, "page_table", *call.page_table};
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
-  if (is_float8(*call.k_cache))
-    TIERCEL_RETURN_IF_ERROR(check_float8(k, v, d, options.softcap != 0.0));
+  if (is_float8(*call.k_cache)) TIERCEL_RETURN_IF_ERROR(check_float8(k, d, options.softcap != 0.0));
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 256",
                        std::to_string(d));
@@ -329,20 +329,16 @@ enum Loader : int32_t { kByEngine, kByLanes, kByWidening };
 
 void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
                 AttentionPagedArguments* a) {
+  const int64_t bytes = dtype_bytes(k.rows.dtype);
   a->k_data = k.rows.data;
   a->v_data = v.rows.data;
-  bool near = true;
-  const int64_t element = dtype_bytes(k.rows.dtype);
-  const auto bytes = [&](int64_t stride) {
-    near &= stride <= kMostStep / element;
-    return narrow(stride * element);
-  };
-  a->k_row = bytes(k.strides[0]);
-  a->v_row = bytes(v.strides[0]);
-  a->k_head = bytes(k.strides[1]);
-  a->v_head = bytes(v.strides[1]);
-  const bool lanes = near && choice.copy_rows <= kMostRowsByLanes;
-  a->loader = is_float8(k.rows) ? kByWidening : lanes ? kByLanes : kByEngine;
+  a->k_row = narrow(k.strides[0] * bytes);
+  a->v_row = narrow(v.strides[0] * bytes);
+  a->k_head = narrow(k.strides[1] * bytes / 16);
+  a->v_head = narrow(v.strides[1] * bytes / 16);
+  const AttentionPagedVariant& tile = choice.kernel->variant;
+  const int64_t copies = tile.tile_n / choice.copy_rows * (tile.d / kColumns);
+  a->loader = is_float8(k.rows) ? kByWidening : copies <= kMostCopies ? kByEngine : kByLanes;
 }
 
 void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
@@ -385,6 +381,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->tiles = narrow(choice.tiles);
   while ((int64_t{1} << a->halvings) < batch) ++a->halvings;
   a->parts = narrow(choice.parts);
+  // One sequence has more than twice the average of new tokens.
+  a->mixed = call.max_q / 2 > q.shape[0] / batch;
   set_copies(choice, k, v, a);
 }
 
