@@ -16,6 +16,9 @@ It multiplies as forward/kernel.py does. What differs:
 - A head's sink is one more score in the softmax's sum.
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
   h writes head p * heads + h of a workspace, and combine.cu puts the parts together.
+- In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
+  those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
+  sequence needs.
 """
 
 from typing import NamedTuple
@@ -86,7 +89,8 @@ class Paged(NamedTuple):
     queries: Int32  # of a warpgroup
     tiles: Int32  # of a key head
     halvings: Int32  # of the batch, until one sequence is left
-    parts: Int32  # of a tile's keys
+    parts: Int32  # of a tile's keys; at most, if `part_blocks`
+    part_blocks: Int32  # blocks of keys of a part; 0: even shares
     loader: Int32  # BY_ENGINE, ...
     k_row: Int32  # bytes from a row of the maps to the next, and from a head to the next
     v_row: Int32
@@ -140,6 +144,24 @@ class PagedAttention(AttentionForward):
         cute.copy(tma, source[None, (0, column, *outer)], to, tma_bar_ptr=barrier)
 
     # Tiles, sequences and masks.
+
+    def measured(self, paged, problem):
+        return paged._replace(parts=self.used_parts(paged, problem))
+
+    @cute.jit
+    def used_parts(self, paged, problem):
+        """The parts of the longest sequence, if a part is a number of blocks."""
+        parts = paged.parts
+        if paged.part_blocks > 0:
+            longest = Int32(0)
+            for entry in cutlass.range(cute.arch.lane_idx(), problem.batch, 32, unroll=1):
+                keys = load_at(paged.lengths, paged.length_step, entry)
+                longest = cutlass.max(longest, keys)
+            longest = cute.arch.warp_redux_sync(longest, "max")
+            blocks = cute.ceil_div(cutlass.min(longest, paged.capacity), self.tile_n)
+            own = cute.ceil_div(blocks, paged.part_blocks)
+            parts = cutlass.min(cutlass.max(own, 1), parts)
+        return cute.arch.make_warp_uniform(parts)
 
     def tiles(self, paged, problem):
         return paged.tiles, paged.tiles * problem.kv_heads * paged.parts
@@ -222,7 +244,8 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
-        """This part's blocks of keys: the tile's, divided into `parts` even shares."""
+        """This part's blocks of keys: the tile's, divided into `parts` even shares or at multiples of
+        `part_blocks`, where the last part has the rest."""
         rows = self.tile_queries(paged)
         row, part = self.row_and_part(row)
         low, last = key_blocks(
@@ -233,9 +256,14 @@ class PagedAttention(AttentionForward):
         last = cutlass.max(last, 1)
         last = last if row * rows < queries else Int32(1)
         low = cutlass.min(low, last - 1)
-        each = cute.ceil_div(last - low, paged.parts)
-        low += part * each
-        last = cutlass.min(low + each, last)
+        first, each = low, cute.ceil_div(last - low, paged.parts)
+        if paged.part_blocks > 0:
+            each = paged.part_blocks
+            first = low // each * each
+        first += part * each
+        low = cutlass.max(first, low)
+        if part < paged.parts - 1:
+            last = cutlass.min(first + each, last)
         # An empty part: a block behind all keys, of which nothing is read.
         if low >= last:
             low = problem.seq_k // self.tile_n + 1
