@@ -313,9 +313,7 @@ def test_bits_of_one_part_do_not_depend_on_the_table():
     q, k, v, table, used, starts, longest = make([(40, 700), (2, 2100)])
     with tiercel.batch_invariant():
         both = run((q, k, v, table, used, starts, longest))[0]
-        values = list(
-            arguments((q[:40], k, v, table[:1, :44], used[:1], starts[:2], longest))
-        )
+        values = list(arguments((q[:40], k, v, table[:1, :44], used[:1], starts[:2], longest)))
         values[11] = None
         assert kernels.paged_attention_plan(*values)["combine"] == "none"
         kernels.paged_attention(*values, None)
