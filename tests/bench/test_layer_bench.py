@@ -37,7 +37,7 @@ def test_a_layer_and_its_check(op, sizes):
 
 
 def test_each_part_of_a_layer_counts():
-    bench, case, inputs, launch = prepared("moe_layer", decoding=3)
+    bench, case, inputs, _ = prepared("moe_layer", decoding=3)
     expected = bench.reference(case, inputs)
     for name in ("k_cache", "qkv", "out", "up", "down", "norm_q", "norm_between", "router"):
         changed = {**inputs, name: inputs[name].flip(0)}

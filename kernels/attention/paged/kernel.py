@@ -150,7 +150,8 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def used_parts(self, paged, problem):
-        """The parts of the longest sequence, if a part is a number of blocks."""
+        """The parts of the longest sequence, if a part is a number of blocks; as many more as each
+        block of threads needs to have a tile."""
         parts = paged.parts
         if paged.part_blocks > 0:
             longest = Int32(0)
@@ -160,7 +161,8 @@ class PagedAttention(AttentionForward):
             longest = cute.arch.warp_redux_sync(longest, "max")
             blocks = cute.ceil_div(cutlass.min(longest, paged.capacity), self.tile_n)
             own = cute.ceil_div(blocks, paged.part_blocks)
-            parts = cutlass.min(cutlass.max(own, 1), parts)
+            least = cute.ceil_div(cute.arch.grid_dim()[0], paged.tiles * problem.kv_heads)
+            parts = cutlass.min(cutlass.max(own, least), parts)
         return cute.arch.make_warp_uniform(parts)
 
     def tiles(self, paged, problem):
@@ -244,8 +246,8 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
-        """This part's blocks of keys: the tile's, divided into `parts` even shares or at multiples of
-        `part_blocks`, where the last part has the rest."""
+        """This part's blocks of keys: the tile's, divided into `parts` even shares, or at multiples
+        of `part_blocks`, where the last part has the rest."""
         rows = self.tile_queries(paged)
         row, part = self.row_and_part(row)
         low, last = key_blocks(

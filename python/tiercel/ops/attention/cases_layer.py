@@ -82,7 +82,7 @@ def _layer(case: Any, inputs: Inputs, backend: str | None) -> Any:
 
     x, d = inputs["x"], int(case["D"])
     heads = tuple(int(case[n]) for n in ("H", "Hk", "Hk"))
-    most = {n: max(size) for n, size in zip(("new", "keys"), zip(*lengths(case)), strict=True)}
+    most_new, most_keys = (max(sizes) for sizes in zip(*lengths(case), strict=True))
 
     def linear(x: Any, weight: Any, residual: Any = None) -> Any:
         given = {"activation": "none", "residual": residual, "backend": backend}
@@ -97,8 +97,8 @@ def _layer(case: Any, inputs: Inputs, backend: str | None) -> Any:
         backend=backend,
     )
     seen = tiercel.paged_attention(
-        *(q, k_cache, v_cache, inputs["table"], inputs["used"], inputs["starts"], most["new"]),
-        max_seqused_k=most["keys"],
+        *(q, k_cache, v_cache, inputs["table"], inputs["used"], inputs["starts"], most_new),
+        max_seqused_k=most_keys,
         backend=backend,
     )
     x = linear(seen.flatten(1), inputs["out"], x)
