@@ -90,3 +90,15 @@ def test_bits_of_one_part_do_not_depend_on_the_table():
         assert kernels.paged_attention_plan(*values)["combine"] == "none"
         kernels.paged_attention(*values, None)
     assert torch.equal(values[10], both[:40])
+
+
+@pytest.mark.parametrize("lengths", [[(1, 30)], [(5, 9), (0, 0), (1, 1040)]])
+def test_a_table_with_more_room(lengths):
+    """The grid is for 20 parts, the sequences have one or two."""
+    q, k, v, table, *rest = make(lengths)
+    room = torch.full((len(table), 20 * 64), -7, dtype=torch.int32)
+    room[:, : table.shape[1]] = table
+    given = (q, k, v, room, *rest)
+    with tiercel.batch_invariant():
+        assert kernels.paged_attention_plan(*arguments(given))["parts"] == 20
+        check(given)
