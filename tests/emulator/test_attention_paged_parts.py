@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""paged_attention on the emulator in the batch-invariant mode: parts of 1024 keys."""
+"""paged_attention on the emulator in the batch-invariant mode: parts of 2048 keys."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("d", [40, 64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"window": (1100, 5), "causal": False}, {"softcap": 5.0}])
 def test_parts_of_a_fixed_size(d, options):
-    given = make([(70, 2100), (0, 3), (1, 1024), (33, 33), (2, 1025), (3, 0)], d=d, around=(3, 2))
+    given = make([(70, 2100), (0, 3), (1, 2048), (33, 33), (2, 2049), (3, 0)], d=d, around=(3, 2))
     with tiercel.batch_invariant():
         plan = kernels.paged_attention_plan(*arguments(given, **options))
-        assert plan["parts"] == 3 and plan["combine"] != "none"
+        assert plan["parts"] == 2 and plan["combine"] != "none"
         check(given, **options)
         check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
 
@@ -67,7 +67,7 @@ class Sequence:
     ],
 )
 def test_a_rows_bits_do_not_depend_on_the_call(options):
-    """The queries cross the boundaries of two parts: key 2048, and with windows 1024."""
+    """The queries cross the boundary of two parts, key 2048; with a window, some tiles begin there."""
     sequence = Sequence(**options)
     causal = "causal" not in options
     with tiercel.batch_invariant():
@@ -92,13 +92,13 @@ def test_bits_of_one_part_do_not_depend_on_the_table():
     assert torch.equal(values[10], both[:40])
 
 
-@pytest.mark.parametrize("lengths", [[(1, 30)], [(5, 9), (0, 0), (1, 1040)]])
+@pytest.mark.parametrize("lengths", [[(1, 30)], [(5, 9), (0, 0), (1, 2060)]])
 def test_a_table_with_more_room(lengths):
-    """The grid is for 20 parts, the sequences have one or two."""
+    """The grid is for ten parts, the sequences have one or two."""
     q, k, v, table, *rest = make(lengths)
     room = torch.full((len(table), 20 * 64), -7, dtype=torch.int32)
     room[:, : table.shape[1]] = table
     given = (q, k, v, room, *rest)
     with tiercel.batch_invariant():
-        assert kernels.paged_attention_plan(*arguments(given))["parts"] == 20
+        assert kernels.paged_attention_plan(*arguments(given))["parts"] == 10
         check(given)

@@ -16,8 +16,8 @@ It multiplies as forward/kernel.py does. What differs:
 - A head's sink is one more score in the softmax's sum.
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
   h writes head p * heads + h of a workspace, and combine.cu puts the parts together.
-- In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
-  those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
+- In the batch-invariant mode a part is `part_blocks` blocks of keys, a power of two, and begins at a
+  multiple of those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
   sequence needs.
 """
 
@@ -83,14 +83,15 @@ class Paged(NamedTuple):
     page_bits: Int32  # log2 of a page's keys
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
+    part_blocks: Int32  # blocks of keys of a part, a power of two; 0: even shares of `parts`
+    least_parts: Int32  # with which each block of threads has a tile; `parts` is then the most
     copy_rows: Int32
     copies: Int32  # of a block of keys
     group: Int32  # query heads of a key head
     queries: Int32  # of a warpgroup
     tiles: Int32  # of a key head
     halvings: Int32  # of the batch, until one sequence is left
-    parts: Int32  # of a tile's keys; at most, if `part_blocks`
-    part_blocks: Int32  # blocks of keys of a part; 0: even shares
+    parts: Int32  # of a tile's keys
     loader: Int32  # BY_ENGINE, ...
     k_row: Int32  # bytes from a row of the maps to the next, and from a head to the next
     v_row: Int32
@@ -150,8 +151,7 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def used_parts(self, paged, problem):
-        """The parts of the longest sequence, if a part is a number of blocks; as many more as each
-        block of threads needs to have a tile."""
+        """The parts of the longest sequence, if a part is a number of blocks."""
         parts = paged.parts
         if paged.part_blocks > 0:
             longest = Int32(0)
@@ -159,10 +159,9 @@ class PagedAttention(AttentionForward):
                 keys = load_at(paged.lengths, paged.length_step, entry)
                 longest = cutlass.max(longest, keys)
             longest = cute.arch.warp_redux_sync(longest, "max")
-            blocks = cute.ceil_div(cutlass.min(longest, paged.capacity), self.tile_n)
-            own = cute.ceil_div(blocks, paged.part_blocks)
-            least = cute.ceil_div(cute.arch.grid_dim()[0], paged.tiles * problem.kv_heads)
-            parts = cutlass.min(cutlass.max(own, least), parts)
+            size = self.tile_n * paged.part_blocks
+            own = cute.ceil_div(cutlass.min(longest, paged.capacity), size)
+            parts = cutlass.min(cutlass.max(own, paged.least_parts), parts)
         return cute.arch.make_warp_uniform(parts)
 
     def tiles(self, paged, problem):
@@ -247,7 +246,7 @@ class PagedAttention(AttentionForward):
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
         """This part's blocks of keys: the tile's, divided into `parts` even shares, or at multiples
-        of `part_blocks`, where the last part has the rest."""
+        of a fixed size, where the last part has the rest."""
         rows = self.tile_queries(paged)
         row, part = self.row_and_part(row)
         low, last = key_blocks(
@@ -261,7 +260,7 @@ class PagedAttention(AttentionForward):
         first, each = low, cute.ceil_div(last - low, paged.parts)
         if paged.part_blocks > 0:
             each = paged.part_blocks
-            first = low // each * each
+            first = low & -each
         first += part * each
         low = cutlass.max(first, low)
         if part < paged.parts - 1:

@@ -24,8 +24,9 @@ struct AttentionPagedArguments {
   int32_t batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band;
   int32_t total_q, step_q, length_step, table_step, table_row, row_step, head_step, columns;
   int32_t capacity, page_bits, page_rows, last_page, copy_rows, copies;
-  int32_t group, queries, tiles, halvings, parts, part_blocks;
+  int32_t group, queries, tiles, halvings, parts;
   int32_t loader, k_row, v_row, k_head, v_head, k_scale_step, v_scale_step;
+  int32_t part_blocks, least_parts;
 };
 
 using AttentionPagedKernel = CubinKernel<AttentionPagedVariant>;

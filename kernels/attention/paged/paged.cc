@@ -272,7 +272,7 @@ struct Choice {
   }
 };
 
-// Keys that the tiles of `most` queries see are split at multiples of paged_part_keys(), so a row's
+// Keys that the tiles of `most` queries see are split at multiples of kPagedPartKeys, so a row's
 // sums depend on its own keys alone.
 Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, Choice* choice) {
   const AttentionOptions& options = call.options;
@@ -281,12 +281,12 @@ Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, 
   if (options.left >= 0 && parts > kPagedMostFixedParts) {
     return unsupported({kOp, "page_table", *call.page_table},
                        "have room for at most " +
-                           std::to_string(kPagedMostFixedParts * paged_part_keys()) +
+                           std::to_string(kPagedMostFixedParts * kPagedPartKeys) +
                            " keys with a window of as many in the batch-invariant mode",
                        shape_text(call.page_table->shape, 2));
   }
   choice->parts = std::min(parts, kPagedMostFixedParts);
-  choice->part_blocks = paged_part_keys() / choice->kernel->variant.tile_n;
+  choice->part_blocks = kPagedPartKeys / choice->kernel->variant.tile_n;
   // A sink, and a logarithm, has other bits where it joins in the first kernel.
   choice->combined = choice->parts > 1 || call.sinks != nullptr || call.lse != nullptr;
   choice->heads = call.k_cache->shape[2];
@@ -405,6 +405,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->left = attention_limit(call.options.left);
   a->right = attention_limit(call.options.right);
   a->band = 1;
+  a->part_blocks = narrow(choice.part_blocks);
+  a->least_parts = narrow(ceil_div(int64_t{choice.blocks}, choice.tiles * a->kv_heads));
   a->step_q = step_of(*call.cu_seqlens_q);
   a->length_step = step_of(*call.seqused_k);
   a->table_step = step_of(table);
@@ -422,7 +424,6 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->tiles = narrow(choice.tiles);
   while ((int64_t{1} << a->halvings) < batch) ++a->halvings;
   a->parts = narrow(choice.parts);
-  a->part_blocks = narrow(choice.part_blocks);
   set_copies(choice, k, v, a);
 }
 
@@ -444,7 +445,7 @@ void set_combine(const PagedAttentionCall& call, const AttentionPagedArguments& 
   a->step = of_parts.step_q;
   a->length_step = of_parts.length_step;
   a->capacity = of_parts.capacity;
-  a->part_keys = of_parts.part_blocks == 0 ? 0 : narrow(paged_part_keys());
+  a->part_keys = of_parts.part_blocks == 0 ? 0 : narrow(kPagedPartKeys);
 }
 
 Status encode_rows(const AttentionPagedKernel& kernel, int index, const TensorView& view,

@@ -40,8 +40,8 @@ int64_t paged_parts(const PagedLoad& load, int multiprocessors) {
 }
 
 int64_t paged_fixed_parts(int64_t keys, int64_t span) {
-  const int64_t all = std::max<int64_t>(ceil_div(keys, paged_part_keys()), 1);
-  return std::min(all, ceil_div(span, paged_part_keys()) + 1);
+  const int64_t all = std::max<int64_t>(ceil_div(keys, kPagedPartKeys), 1);
+  return std::min(all, ceil_div(span, kPagedPartKeys) + 1);
 }
 
 int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts) {

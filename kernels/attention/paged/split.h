@@ -5,7 +5,6 @@
 #define KERNELS_ATTENTION_PAGED_SPLIT_H_
 
 #include <cstdint>
-#include <cstdlib>
 
 namespace tiercel {
 
@@ -24,10 +23,7 @@ int64_t paged_parts(const PagedLoad& load, int multiprocessors);
 
 // Keys of a part in the batch-invariant mode, and the most parts: the last one has the rest. A
 // part's number is 8 bits of a tile's in kernel.py.
-inline int64_t paged_part_keys() {
-  const char* text = std::getenv("TIERCEL_TRY_PART_KEYS");
-  return text == nullptr ? 1024 : std::atoll(text);
-}
+inline constexpr int64_t kPagedPartKeys = 2048;
 inline constexpr int64_t kPagedMostFixedParts = 255;
 
 // The fixed parts of a tile: of the first `keys` keys, or of a window that spans `span` of them.
