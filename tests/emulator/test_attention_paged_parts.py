@@ -67,7 +67,7 @@ class Sequence:
     ],
 )
 def test_a_rows_bits_do_not_depend_on_the_call(options):
-    """The queries cross the boundary of two parts, key 2048; with a window, some tiles begin there."""
+    """The queries cross the boundary of two parts, key 2048; windows begin on both sides of it."""
     sequence = Sequence(**options)
     causal = "causal" not in options
     with tiercel.batch_invariant():

@@ -16,8 +16,8 @@ It multiplies as forward/kernel.py does. What differs:
 - A head's sink is one more score in the softmax's sum.
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
   h writes head p * heads + h of a workspace, and combine.cu puts the parts together.
-- In the batch-invariant mode a part is `part_blocks` blocks of keys, a power of two, and begins at a
-  multiple of those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
+- In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
+  those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
   sequence needs.
 """
 

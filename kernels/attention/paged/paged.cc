@@ -282,7 +282,7 @@ Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, 
     return unsupported({kOp, "page_table", *call.page_table},
                        "have room for at most " +
                            std::to_string(kPagedMostFixedParts * kPagedPartKeys) +
-                           " keys with a window of as many in the batch-invariant mode",
+                           " keys in the batch-invariant mode, unless a window holds fewer",
                        shape_text(call.page_table->shape, 2));
   }
   choice->parts = std::min(parts, kPagedMostFixedParts);
