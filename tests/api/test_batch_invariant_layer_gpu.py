@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
 HIDDEN, HEADS, KV_HEADS, D, PAGE = 1024, 8, 2, 128, 16
 INNER, EXPERTS, TOP, EXPERT_INNER = 2816, 16, 4, 512
-VOCABULARY, MOST = 8192, 800
+VOCABULARY, MOST, LENGTH = 8192, 2200, 1500
 
 
 class Layer:
@@ -100,13 +100,13 @@ def cut(sizes):
 
 @pytest.fixture(scope="module")
 def model():
-    return Model([700, *(1 + (97 * i) % MOST for i in range(1, 64))])
+    return Model([LENGTH, *(1 + (97 * i) % MOST for i in range(1, 64))])
 
 
 @pytest.fixture(scope="module")
 def alone(model):
     with tiercel.batch_invariant():
-        return model.step([(0, 0, 700)])[0]
+        return model.step([(0, 0, LENGTH)])[0]
 
 
 def assert_same(got, alone):
@@ -120,10 +120,11 @@ def assert_same(got, alone):
 @pytest.mark.parametrize(
     "sizes",
     [
-        (64, 636),
-        (1, 63, 64, 5, 200, 367),
-        (350, 2, 300, 33, 15),
-        (690, *[1] * 10),
+        (64, 1436),
+        (1, 63, 64, 5, 200, 1167),
+        (1015, *[1] * 20, 465),
+        (350, 2, 1000, 33, 115),
+        (1490, *[1] * 10),
     ],
 )
 def test_in_chunks(model, alone, sizes):
@@ -140,12 +141,13 @@ def test_in_a_batch(model, alone):
 
 
 def test_chunks_beside_decoding(model, alone):
-    """Others decode, one token a step, while the sequence's chunks come."""
+    """Others decode, one token a step, while the sequence's chunks come. Most have several parts of
+    keys."""
     others = range(1, 64)
     with tiercel.batch_invariant():
         model.step([(s, 0, len(model.tokens[s])) for s in others])
         got = []
-        for number, chunk in enumerate(cut((300, 128, 17, 250, 1, 1, 1, 1, 1))):
+        for number, chunk in enumerate(cut((900, 120, 3, 250, 222, 1, 1, 1, 1, 1))):
             decoding = [(s, len(model.tokens[s]) - 1, len(model.tokens[s])) for s in others]
             count = 63 if number % 2 else 20
             got.append(model.step([*decoding[:count], (0, *chunk)])[-1])

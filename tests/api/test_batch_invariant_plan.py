@@ -66,10 +66,11 @@ def topk(experts):
     return plan
 
 
-def paged(heads, d):
+def paged(heads, d, columns=40):
     def plan(rows):
         caches = [tensor(100, 16, 2, d) for _ in range(2)]
-        tables = [tensor(*shape, dtype="int32") for shape in ((rows, 40), (rows,), (rows + 1,))]
+        shapes = ((rows, columns), (rows,), (rows + 1,))
+        tables = [tensor(*shape, dtype="int32") for shape in shapes]
         q, out = (tensor(rows, heads, d) for _ in range(2))
         options = (True, None, None, None, None)
         rest = (None, 1, None, None, out, None, *options)
@@ -98,7 +99,7 @@ PLANS = {
     "reduce": [reduce(n) for n in (64, 1024, 65536, 1 << 20)],
     "reduce columns": [reduce_columns(n) for n in (100, 5000)],
     "topk_softmax": [topk(n) for n in (8, 128, 256)],
-    "paged_attention": [paged(8, d) for d in (64, 128)],
+    "paged_attention": [paged(8, d, n) for d in (64, 128) for n in (40, 400)],
     "decode_attention": [decode(128), decode(256), decode(128, "float8_e4m3fn")],
 }
 

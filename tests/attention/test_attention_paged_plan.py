@@ -4,6 +4,7 @@
 import pytest
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 
+import tiercel
 from tiercel import _C
 
 MOST = 2**29 - 1  # rows
@@ -280,3 +281,49 @@ def test_most_rows(make):
 def test_trees_are_decoding(make, heads, d, longest):
     got = plan(make, heads=heads, d=d, longest=longest, tree=make(900, dtype="int64"))
     assert got["kernel"].startswith("decode_attention<")
+
+
+def invariant(make, rows=8, keys=6400, **given):
+    with tiercel.batch_invariant():
+        return plan(make, rows, (32, 8), 128, batch=1, columns=keys // 16, **given)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "parts"),
+    [
+        (16, {}, 1),
+        (2048, {}, 1),
+        (2064, {}, 2),
+        (6400, {}, 4),
+        (6400, {"most": 4096}, 2),
+        (6400, {"window": (1000, 0)}, 2),
+        (2**22, {"window": (3000, 0)}, 3),
+        (2**22, {}, 255),
+    ],
+)
+def test_parts_of_a_fixed_size_in_the_batch_invariant_mode(make, keys, options, parts):
+    for rows in (1, 8, 500):
+        for longest in (1, 900):
+            got = invariant(make, rows, keys, longest=longest, **options)
+            assert got["kernel"].startswith("attention_paged_")
+            assert got["parts"] == parts
+            assert (got["combine"] != "none") == (parts > 1) == (got["workspace"] > 0)
+
+
+def test_what_joins_a_row_does_so_after_its_parts(make):
+    """A sink and a logarithm have the same bits, however many parts there are."""
+    given = {"sinks": make(32, dtype="float32")}, {"lse": make(32, 8, dtype="float32")}
+    for extra in given:
+        got = invariant(make, keys=16, **extra)
+        assert got["parts"] == 1 and got["combine"] != "none" and got["workspace"] > 0
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(100, 8), (512, 7), (1024, 3), (8192, 1)])
+def test_heads_take_turns_where_parts_need_much_memory(make, rows, heads):
+    got = invariant(make, rows, 2**17)
+    assert got["workspace"] == 64 * rows * 4 * heads * (64 + 1)
+
+
+def test_a_window_of_more_parts_than_there_are(make):
+    with pytest.raises(NotImplementedError, match="page_table.*batch-invariant mode"):
+        invariant(make, keys=2**22, window=(2**20, 0))

@@ -271,6 +271,7 @@ class AttentionForward:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
+        packed = self.measured(packed, problem)
         q_tiles, tiles = self.tiles(packed, problem)
         rounds = rounds_of_block(tiles, self.masked)
 
@@ -646,6 +647,10 @@ class AttentionForward:
 
     def packed_rows(self, starts, sizes):
         return Packed(*starts, *sizes) if self.packed else None
+
+    def measured(self, packed, problem):
+        """The sizes, with what has to be read for them."""
+        return packed
 
     def tiles(self, packed, problem):
         """The tiles of a head's longest sequence, and all of them."""

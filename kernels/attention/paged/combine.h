@@ -16,6 +16,7 @@ struct PagedCombineArgs {
   const char* partial;       // [total, parts, heads, 8 * row_vectors], 16 bits
   const float* partial_lse;  // [parts, heads, total]
   const char* starts;        // of sequences, batch + 1 of them, of any contents
+  const char* lengths;       // of sequences, if `part_keys`
   const float* sinks;        // [heads] or null
   char* out;
   float* lse;              // [heads, total] or null
@@ -23,7 +24,10 @@ struct PagedCombineArgs {
   int64_t vectors;         // of the result, 16 bytes each
   int32_t row_vectors;     // of a row of a head
   int32_t total, heads, parts, batch;
-  int32_t step;  // from one of the starts to the next, in bytes
+  int32_t step;         // from one of the starts to the next, in bytes
+  int32_t length_step;  // the same of lengths
+  int32_t capacity;     // keys of a sequence, at most
+  int32_t part_keys;    // of a part; 0: parts are even shares
 };
 
 struct PagedCombineKernel {

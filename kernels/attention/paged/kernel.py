@@ -17,6 +17,9 @@ It multiplies as forward/kernel.py does. What differs:
 - A head's sink is one more score in the softmax's sum.
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
   h writes head p * heads + h of a workspace, and combine.cu puts the parts together.
+- In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
+  those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
+  sequence needs.
 """
 
 from typing import NamedTuple
@@ -81,6 +84,8 @@ class Paged(NamedTuple):
     page_bits: Int32  # log2 of a page's keys
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
+    part_blocks: Int32  # blocks of keys of a part, a power of two; 0: even shares of `parts`
+    least_parts: Int32  # with which each block of threads has a tile; `parts` is then the most
     copy_rows: Int32
     copies: Int32  # of a block of keys
     group: Int32  # query heads of a key head
@@ -141,6 +146,24 @@ class PagedAttention(AttentionForward):
         cute.copy(tma, source[None, (0, column, *outer)], to, tma_bar_ptr=barrier)
 
     # Tiles, sequences and masks.
+
+    def measured(self, paged, problem):
+        return paged._replace(parts=self.used_parts(paged, problem))
+
+    @cute.jit
+    def used_parts(self, paged, problem):
+        """The parts of the longest sequence, if a part is a number of blocks."""
+        parts = paged.parts
+        if paged.part_blocks > 0:
+            longest = Int32(0)
+            for entry in cutlass.range(cute.arch.lane_idx(), problem.batch, 32, unroll=1):
+                keys = load_at(paged.lengths, paged.length_step, entry)
+                longest = cutlass.max(longest, keys)
+            longest = cute.arch.warp_redux_sync(longest, "max")
+            size = self.tile_n * paged.part_blocks
+            own = cute.ceil_div(cutlass.min(longest, paged.capacity), size)
+            parts = cutlass.min(cutlass.max(own, paged.least_parts), parts)
+        return cute.arch.make_warp_uniform(parts)
 
     def tiles(self, paged, problem):
         return paged.tiles, paged.tiles * problem.kv_heads * paged.parts
@@ -230,7 +253,8 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
-        """This part's blocks of keys: the tile's, divided into `parts` even shares."""
+        """This part's blocks of keys: the tile's, divided into `parts` even shares, or at multiples
+        of a fixed size, where the last part has the rest."""
         rows = self.tile_queries(paged)
         row, part = self.row_and_part(row)
         low, last = key_blocks(
@@ -241,9 +265,14 @@ class PagedAttention(AttentionForward):
         last = cutlass.max(last, 1)
         last = last if row * rows < queries else Int32(1)
         low = cutlass.min(low, last - 1)
-        each = cute.ceil_div(last - low, paged.parts)
-        low += part * each
-        last = cutlass.min(low + each, last)
+        first, each = low, cute.ceil_div(last - low, paged.parts)
+        if paged.part_blocks > 0:
+            each = paged.part_blocks
+            first = low & -each
+        first += part * each
+        low = cutlass.max(first, low)
+        if part < paged.parts - 1:
+            last = cutlass.min(first + each, last)
         # An empty part: a block behind all keys, of which nothing is read.
         if low >= last:
             low = problem.seq_k // self.tile_n + 1

@@ -26,6 +26,7 @@ struct AttentionPagedArguments {
   int32_t capacity, page_bits, page_rows, last_page, copy_rows, copies;
   int32_t group, queries, tiles, halvings, parts, mixed;
   int32_t loader, k_row, v_row, k_head, v_head, k_scale_step, v_scale_step;
+  int32_t part_blocks, least_parts;
 };
 
 using AttentionPagedKernel = CubinKernel<AttentionPagedVariant>;

@@ -8,6 +8,7 @@
 #include "kernels/attention/common/problem.h"
 #include "kernels/attention/paged/as_decode.h"
 #include "kernels/attention/paged/cache.h"
+#include "kernels/attention/paged/head_slice.h"
 #include "kernels/attention/paged/split.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
@@ -257,16 +258,44 @@ struct Choice {
   const AttentionPagedKernel* kernel = nullptr;  // null for an empty output
   int64_t group, queries, tiles, copy_rows;      // as in AttentionPagedArguments
   int64_t parts = 1;
+  int64_t part_blocks = 0;  // blocks of keys of a part in the batch-invariant mode
+  int64_t heads = 0;        // of keys, of a launch: all but in that mode
+  bool combined = false;    // by a second kernel
   unsigned blocks;
 
   // Floats of the workspace: results of parts in 16 bits, then their logarithms.
   int64_t partial(const TensorView& q) const {
-    return parts == 1 ? 0 : parts * q.shape[0] * q.shape[1] * q.shape[2] / 2;
+    return combined ? parts * q.shape[0] * q.shape[1] * q.shape[2] / 2 : 0;
   }
   int64_t workspace(const TensorView& q) const {
-    return parts == 1 ? 0 : partial(q) + parts * q.shape[0] * q.shape[1];
+    return combined ? partial(q) + parts * q.shape[0] * q.shape[1] : 0;
   }
 };
+
+// Keys that the tiles of `most` queries see are split at multiples of kPagedPartKeys, so a row's
+// sums depend on its own keys alone.
+Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, Choice* choice) {
+  const AttentionOptions& options = call.options;
+  const bool spans = options.left >= 0 && options.right >= 0;
+  const int64_t parts = paged_fixed_parts(keys, spans ? options.left + options.right + most : keys);
+  if (options.left >= 0 && parts > kPagedMostFixedParts) {
+    return unsupported({kOp, "page_table", *call.page_table},
+                       "have room for at most " +
+                           std::to_string(kPagedMostFixedParts * kPagedPartKeys) +
+                           " keys in the batch-invariant mode, unless a window holds fewer",
+                       shape_text(call.page_table->shape, 2));
+  }
+  choice->parts = std::min(parts, kPagedMostFixedParts);
+  choice->part_blocks = kPagedPartKeys / choice->kernel->variant.tile_n;
+  // A sink, and a logarithm, has other bits where it joins in the first kernel.
+  choice->combined = choice->parts > 1 || call.sinks != nullptr || call.lse != nullptr;
+  choice->heads = call.k_cache->shape[2];
+  if (choice->combined) {
+    choice->heads = paged_heads_at_once(choice->heads, call.q->shape[0] * choice->group,
+                                        call.q->shape[2], choice->tiles, choice->parts);
+  }
+  return Status();
+}
 
 Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
               const PagedCache& v, Choice* choice) {
@@ -300,10 +329,18 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   load.tiles = choice->tiles * kv_heads;
   load.keys = call.page_table->shape[1] * call.k_cache->shape[1];
   if (call.max_keys >= 0) load.keys = std::min(load.keys, call.max_keys);
+  if (batch_invariant()) {
+    TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load.keys, most, choice));
+    choice->blocks = static_cast<unsigned>(
+        std::min<int64_t>(choice->tiles * choice->heads * choice->parts, multiprocessors));
+    return Status();
+  }
   if (options.left >= 0) load.keys = std::min(load.keys, options.left + most);
   load.tile_n = choice->kernel->variant.tile_n;
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
-  choice->parts = batch_invariant() ? 1 : paged_parts(load, multiprocessors);
+  choice->parts = paged_parts(load, multiprocessors);
+  choice->combined = choice->parts > 1;
+  choice->heads = kv_heads;
   choice->blocks = static_cast<unsigned>(
       std::min<int64_t>(choice->tiles * kv_heads * choice->parts, multiprocessors));
   return Status();
@@ -364,6 +401,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->left = attention_limit(call.options.left);
   a->right = attention_limit(call.options.right);
   a->band = 1;
+  a->part_blocks = narrow(choice.part_blocks);
+  a->least_parts = narrow(ceil_div(int64_t{choice.blocks}, choice.tiles * a->kv_heads));
   a->step_q = step_of(*call.cu_seqlens_q);
   a->length_step = step_of(*call.seqused_k);
   a->table_step = step_of(table);
@@ -390,6 +429,7 @@ void set_combine(const PagedAttentionCall& call, const AttentionPagedArguments& 
                  PagedCombineArgs* a) {
   const TensorView &q = *call.q, &out = *call.out;
   a->starts = static_cast<const char*>(call.cu_seqlens_q->data);
+  a->lengths = static_cast<const char*>(call.seqused_k->data);
   a->sinks = static_cast<const float*>(of_parts.sinks);
   a->out = static_cast<char*>(out.data);
   a->lse = static_cast<float*>(of_parts.lse);
@@ -401,6 +441,9 @@ void set_combine(const PagedAttentionCall& call, const AttentionPagedArguments& 
   a->parts = of_parts.parts;
   a->batch = of_parts.batch;
   a->step = of_parts.step_q;
+  a->length_step = of_parts.length_step;
+  a->capacity = of_parts.capacity;
+  a->part_keys = of_parts.part_blocks == 0 ? 0 : narrow(kPagedPartKeys);
 }
 
 Status encode_rows(const AttentionPagedKernel& kernel, int index, const TensorView& view,
@@ -439,9 +482,12 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
   const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
+  if (choice.heads < call.k_cache->shape[2]) {
+    return paged_attention_plan(HeadSlice(call, 0, choice.heads).call(), multiprocessors, plan);
+  }
   const AttentionPagedKernel& kernel = *choice.kernel;
   *plan = {kernel.kernel.name(),
-           choice.parts > 1 ? combine_for(call.q->dtype).kernel.name() : "none",
+           choice.combined ? combine_for(call.q->dtype).kernel.name() : "none",
            kernel.variant.tile_m,
            kernel.variant.tile_n,
            static_cast<int>(kWarpgroups * choice.queries),
@@ -471,6 +517,15 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
+  const int64_t kv_heads = call.k_cache->shape[2];
+  if (choice.heads < kv_heads) {
+    for (int64_t first = 0; first < kv_heads; first += choice.heads) {
+      slices_.emplace_back();
+      const HeadSlice slice(call, first, choice.heads);
+      TIERCEL_RETURN_IF_ERROR(slices_.back().prepare(slice.call()));
+    }
+    return Status();
+  }
   kernel_ = choice.kernel;
   blocks_ = choice.blocks;
   AttentionPagedArguments& a = arguments_;
@@ -484,7 +539,7 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
     TIERCEL_RETURN_IF_ERROR(
         encode_rows(*kernel_, 2, v.rows, "v_cache", 1, choice.copy_rows, &a.v_map));
   }
-  if (choice.parts == 1) {
+  if (!choice.combined) {
     return encode_rows(*kernel_, 3, out, "out", choice.group, choice.queries, &a.o_map);
   }
   combine_ = &combine_for(dtype_);
@@ -496,6 +551,8 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
 
 int64_t PagedAttentionLaunch::workspace() const {
   if (decodes_) return decode_.workspace();
+  if (!slices_.empty())
+    return slices_.front().workspace();  // the others have as many heads, or fewer
   return combine_ == nullptr
              ? 0
              : partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total;
@@ -503,6 +560,9 @@ int64_t PagedAttentionLaunch::workspace() const {
 
 Status PagedAttentionLaunch::run(float* workspace, void* stream) {
   if (decodes_) return decode_.run(workspace, stream);
+  for (PagedAttentionLaunch& slice : slices_) {
+    TIERCEL_RETURN_IF_ERROR(slice.run(workspace, stream));
+  }
   if (kernel_ == nullptr) return Status();
   AttentionPagedArguments& a = arguments_;
   if (combine_ != nullptr) {

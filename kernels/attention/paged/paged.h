@@ -3,6 +3,8 @@
 #ifndef KERNELS_ATTENTION_PAGED_PAGED_H_
 #define KERNELS_ATTENTION_PAGED_PAGED_H_
 
+#include <vector>
+
 #include "kernels/attention/common/options.h"
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/paged/combine.h"
@@ -34,7 +36,7 @@ struct PagedAttentionCall {
   int64_t max_keys = -1;  // of any sequence, if known: chooses how keys are split, nothing else
 };
 
-// The launches of a call.
+// The launches of a call; of its first heads, if the batch-invariant mode takes several turns.
 struct PagedAttentionPlan {
   const char* kernel;   // "none" for an empty output
   const char* combine;  // a second kernel, or "none"
@@ -73,6 +75,7 @@ class PagedAttentionLaunch {
   const PagedCombineKernel* combine_ = nullptr;  // null where keys are not split
   bool decodes_ = false;
   DecodeLaunch decode_;
+  std::vector<PagedAttentionLaunch> slices_;  // of heads, one after the other; or none
   AttentionPagedArguments arguments_{};
   PagedCombineArgs combined_{};
   int64_t partial_ = 0;  // floats

@@ -3,6 +3,10 @@
 //
 // A thread has 16 bytes of the result. It reads 8 parts at once, results and logarithms together,
 // so the time is the latency of a few reads from the L2.
+//
+// Parts of a fixed number of keys may be empty, and come at other places where a window's first
+// part is another. So the largest logarithm of all is found first: then no grouping of parts
+// matters.
 #include <cstdint>
 
 #include "kernels/attention/paged/combine.h"
@@ -22,12 +26,24 @@ __device__ __forceinline__ int start_at(const PagedCombineArgs& args, int entry)
   return min(max(start, 0), args.total);
 }
 
+// The parts that the first kernel has written: those of the longest sequence.
+__device__ __forceinline__ int used_parts(const PagedCombineArgs& args) {
+  int longest = 0;
+  for (int entry = threadIdx.x % 32; entry < args.batch; entry += 32) {
+    const int64_t offset = static_cast<int64_t>(args.length_step) * entry;
+    longest = max(longest, *reinterpret_cast<const int32_t*>(args.lengths + offset));
+  }
+  longest = min(__reduce_max_sync(~0u, longest), args.capacity);
+  return min(max((longest + args.part_keys - 1) / args.part_keys, 1), args.parts);
+}
+
 template <typename Format>
 __global__ void __launch_bounds__(kPagedCombineThreads)
     paged_combine(const __grid_constant__ PagedCombineArgs args) {
   const int64_t vector = static_cast<int64_t>(blockIdx.x) * kPagedCombineThreads + threadIdx.x;
   grid_dependency_wait();
   grid_dependency_launch();
+  const int parts = args.part_keys == 0 ? args.parts : used_parts(args);
   if (vector >= args.vectors) return;
   const int column = static_cast<int>(vector % args.row_vectors);
   const int64_t of_heads = vector / args.row_vectors;
@@ -45,15 +61,24 @@ __global__ void __launch_bounds__(kPagedCombineThreads)
   // Logarithms of base 2, relative to the largest so far. The sink is a part without values.
   float largest = args.sinks == nullptr ? -INFINITY : args.sinks[head] * kLog2E;
   float sum = largest == -INFINITY ? 0.0f : 1.0f;
+  if (args.part_keys > 0) {
+    const float sink = largest;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) {
+      const int64_t place = static_cast<int64_t>(part) * args.heads + head;
+      largest = fmaxf(largest, args.partial_lse[place * args.total + row] * kLog2E);
+    }
+    if (sink != -INFINITY) sum = exp2_approx(sink - largest);
+  }
   float out[8] = {};
 #pragma unroll 1
-  for (int first = 0; first < args.parts; first += kAtOnce) {
+  for (int first = 0; first < parts; first += kAtOnce) {
     float own[kAtOnce];
     uint32_t words[kAtOnce][4];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       own[i] = -INFINITY;
-      if (first + i >= args.parts) continue;
+      if (first + i >= parts) continue;
       const int64_t place = static_cast<int64_t>(first + i) * args.heads + head;
       own[i] = args.partial_lse[place * args.total + row] * kLog2E;
       const int64_t line = (static_cast<int64_t>(row) * args.parts + first + i) * args.heads + head;

@@ -15,6 +15,9 @@ constexpr double kBytesOfAStep = 6.0e6;  // of partial results, written and read
 constexpr double kWorthwhile = 0.95;     // of the time with fewer parts
 constexpr int64_t kLeastSteps = 2;       // of a part
 
+constexpr int64_t kMostFloats = int64_t{1} << 26;  // of a workspace of fixed parts: 256 MiB
+constexpr int64_t kMostItems = int64_t{1} << 30;   // tiles and parts of a launch
+
 double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multiprocessors) {
   const auto rounds = static_cast<double>(ceil_div(load.tiles * parts, int64_t{multiprocessors}));
   const double time = rounds * (static_cast<double>(ceil_div(steps, parts)) + kTile);
@@ -34,6 +37,17 @@ int64_t paged_parts(const PagedLoad& load, int multiprocessors) {
     if (time < kWorthwhile * least) best = parts, least = time;
   }
   return best;
+}
+
+int64_t paged_fixed_parts(int64_t keys, int64_t span) {
+  const int64_t all = std::max<int64_t>(ceil_div(keys, kPagedPartKeys), 1);
+  return std::min(all, ceil_div(span, kPagedPartKeys) + 1);
+}
+
+int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts) {
+  const int64_t floats = parts * rows * (d / 2 + 1);
+  const int64_t most = std::min(kMostFloats / floats, kMostItems / (tiles * parts));
+  return std::clamp<int64_t>(most, 1, heads);
 }
 
 }  // namespace tiercel

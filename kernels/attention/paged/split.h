@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The number of blocks of threads that share a tile's keys.
+// The number of blocks of threads that share a tile's keys, and its fixed parts in the
+// batch-invariant mode.
 #ifndef KERNELS_ATTENTION_PAGED_SPLIT_H_
 #define KERNELS_ATTENTION_PAGED_SPLIT_H_
 
@@ -19,6 +20,18 @@ struct PagedLoad {
 
 // 1 where splitting gains nothing.
 int64_t paged_parts(const PagedLoad& load, int multiprocessors);
+
+// Keys of a part in the batch-invariant mode, and the most parts: the last one has the rest. A
+// part's number is 8 bits of a tile's in kernel.py.
+inline constexpr int64_t kPagedPartKeys = 2048;
+inline constexpr int64_t kPagedMostFixedParts = 255;
+
+// The fixed parts of a tile: of the first `keys` keys, or of a window that spans `span` of them.
+int64_t paged_fixed_parts(int64_t keys, int64_t span);
+
+// How many key heads a launch has, of `heads`, so that the results of its parts fit the workspace.
+// `rows` are those of a key head, `tiles` the same.
+int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts);
 
 }  // namespace tiercel
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention on the emulator in the batch-invariant mode: parts of 2048 keys."""
+
+import pytest
+import torch
+from support.emulator import kernels
+from support.paged import make
+from support.paged_emulator import arguments, check, run
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": (1100, 5), "causal": False}, {"softcap": 5.0}])
+def test_parts_of_a_fixed_size(d, options):
+    given = make([(70, 2100), (0, 3), (1, 2048), (33, 33), (2, 2049), (3, 0)], d=d, around=(3, 2))
+    with tiercel.batch_invariant():
+        plan = kernels.paged_attention_plan(*arguments(given, **options))
+        assert plan["parts"] == 2 and plan["combine"] != "none"
+        check(given, **options)
+        check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
+
+
+class Sequence:
+    """A sequence whose queries are run in chunks, beside others and alone."""
+
+    keys, queries = 2180, 150  # the last ones
+
+    def __init__(self, d=64, **options):
+        self.given = make([(self.queries, self.keys), (9, 40), (1, 1500)], d=d)
+        self.options = {"sinks": torch.tensor([-torch.inf, 0.0, 5.0, 2.0]), **options}
+
+    def rows(self, first, last, others=(), most=None, lse=True):
+        """Results of the queries from `first` to `last`, with `others` behind them."""
+        q, k, v, table, used, starts, _ = self.given
+        at = [(0, first, last, self.keys - self.queries + last)]
+        at += [(i, int(starts[i]), int(starts[i + 1]), int(used[i])) for i in others]
+        pages = -(-max(keys for *_, keys in at) // 16)
+        ends = torch.tensor([0, *(b - a for _, a, b, _ in at)]).cumsum(0)
+        tensors = (torch.cat([q[a:b] for _, a, b, _ in at]), k, v)
+        tensors += (table[[i for i, *_ in at], :pages], torch.tensor([n for *_, n in at]).int())
+        longest = int(ends.diff().max())
+        values = list(arguments((*tensors, ends.int(), longest), **self.options))
+        values[-2] = most
+        values[11] = values[11] if lse else None
+        floats = kernels.paged_attention_plan(*values)["workspace"]
+        kernels.paged_attention(*values, torch.full((floats,), torch.nan) if floats else None)
+        count = last - first
+        return values[10][:count], values[11][:, :count] if lse else None
+
+    def chunks(self, *ends):
+        found = [self.rows(a, b) for a, b in zip((0, *ends), (*ends, self.queries), strict=True)]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sinks": None},
+        {"softcap": 5.0},
+        {"window": (1100, 0)},
+        {"window": (30, 0)},
+        {"window": (200, 90), "causal": False, "sinks": None},
+    ],
+)
+def test_a_rows_bits_do_not_depend_on_the_call(options):
+    """The queries cross the boundary of two parts, key 2048; windows begin on both sides of it."""
+    sequence = Sequence(**options)
+    causal = "causal" not in options
+    with tiercel.batch_invariant():
+        out, lse = sequence.rows(0, 150)
+        again = [sequence.rows(0, 150, (1, 2)), sequence.rows(0, 150, most=2180)]
+        again.append((sequence.rows(0, 150, (2,), lse=False)[0], lse))
+        if causal:
+            again.append(sequence.chunks(1, 2, 18, 19, 60, 110, 149))
+    for other, sums in again:
+        assert torch.equal(other, out) and torch.equal(sums, lse)
+
+
+def test_bits_of_one_part_do_not_depend_on_the_table():
+    """Alone a sequence of few keys has one part, and no second kernel without `lse`."""
+    q, k, v, table, used, starts, longest = make([(40, 700), (2, 2100)])
+    with tiercel.batch_invariant():
+        both = run((q, k, v, table, used, starts, longest))[0]
+        values = list(arguments((q[:40], k, v, table[:1, :44], used[:1], starts[:2], longest)))
+        values[11] = None
+        assert kernels.paged_attention_plan(*values)["combine"] == "none"
+        kernels.paged_attention(*values, None)
+    assert torch.equal(values[10], both[:40])
+
+
+@pytest.mark.parametrize("lengths", [[(1, 30)], [(5, 9), (0, 0), (1, 2060)]])
+def test_a_table_with_more_room(lengths):
+    """The grid is for ten parts, the sequences have one or two."""
+    q, k, v, table, *rest = make(lengths)
+    room = torch.full((len(table), 20 * 64), -7, dtype=torch.int32)
+    room[:, : table.shape[1]] = table
+    given = (q, k, v, room, *rest)
+    with tiercel.batch_invariant():
+        assert kernels.paged_attention_plan(*arguments(given))["parts"] == 10
+        check(given)
