@@ -90,6 +90,22 @@ __device__ __forceinline__ uint32_t exponent_pair(uint32_t exponent) {
   return scale * 0x10001u;
 }
 
+// Two e4m3 as a pair, times the power of two that decoded e2m1 lack but for missing_power().
+template <bool kBFloat16>
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t two) {
+  uint32_t pair;
+  if constexpr (kBFloat16) {
+    const float2 wide = wide_scales(two);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(wide.y), "f"(wide.x));
+    return multiply_pairs(pair, 0x7b007b00u);  // 2^119
+  } else {
+    asm("{ .reg .b16 two; cvt.u16.u32 two, %1; cvt.rn.f16x2.e4m3x2 %0, two; }"
+        : "=r"(pair)
+        : "r"(two));
+    return pairs_times<false>(pair, 0x58005800u);  // 2^7
+  }
+}
+
 // A row's scales of a step of K. e2m1's: 16-bit floats, those of 16 and of the next 16 values in a
 // word. Whole numbers': those of 32 and of the next 32, and the zero points with kWhole, negated.
 template <bool kFloats>
@@ -169,19 +185,7 @@ __device__ __forceinline__ void unpack_scales(StepScales<kFloats>& to,
   } else if (opaque_format(scales) == W4Format::kNvfp4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t two = bits.scale[i / 2] >> i % 2 * 16;
-      if constexpr (kBFloat16) {
-        const float2 wide = wide_scales(two);
-        uint32_t pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(wide.y), "f"(wide.x));
-        to.scale[i] = multiply_pairs(pair, 0x7b007b00u);  // 2^119
-      } else {
-        uint32_t pair;
-        asm("{ .reg .b16 two; cvt.u16.u32 two, %1; cvt.rn.f16x2.e4m3x2 %0, two; }"
-            : "=r"(pair)
-            : "r"(two));
-        to.scale[i] = pairs_times<false>(pair, 0x58005800u);  // 2^7
-      }
+      to.scale[i] = e4m3_pair<kBFloat16>(bits.scale[i / 2] >> i % 2 * 16);
     }
   } else {
 #pragma unroll

@@ -32,7 +32,7 @@ def _block_size(elements: int, experts: int, has_middle: bool) -> int:
     rows = elements / max(experts, 1)
     # Sums have another order in larger blocks.
     if _C.batch_invariant() or rows <= (12 if has_middle else 20):
-        return 32
+        return 8 if rows <= 3 else 16 if rows <= 9 else 32
     return 64 if has_middle and rows <= 64 else 128
 
 
