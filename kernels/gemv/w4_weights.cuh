@@ -118,6 +118,9 @@ struct StepScales {
 template <bool kFloats>
 struct StepBits {
   uint32_t scale[2];
+  // Those of 8 bits have registers of their own: a predicated load waits for an earlier one into
+  // the same register.
+  uint32_t exponents[kFloats ? 2 : 1];
   uint32_t zero[kFloats ? 1 : 2];
 };
 
@@ -137,24 +140,28 @@ __device__ __forceinline__ uint32_t load_half_word(const char* from) {
   return *reinterpret_cast<const uint16_t*>(from);
 }
 
-// Reads them for the row at `scale` and `zero`, from value k of K on. What lies behind the last
-// value of K is replaced by a scale before it; its products are with zeros.
+// Reads them for the row that begins `row` bytes behind `scale`, and `zero_row` behind `zero`, from
+// value k of K on. What lies behind the last value of K is replaced by a scale before it; its
+// products are with zeros.
 template <bool kFloats>
 __device__ __forceinline__ void load_scales(StepBits<kFloats>& bits, const W4Scales& scales,
-                                            const char* scale, const char* zero, int k,
-                                            int last_k) {
+                                            const char* scale, const char* zero, uint32_t row,
+                                            uint32_t zero_row, int k, int last_k) {
+  const int shift = scales.group_shift;
   if constexpr (kFloats) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int at = min(k + i * 64, last_k - 64);
-      bits.scale[i] = opaque_format(scales) == W4Format::kNvfp4
-                          ? *reinterpret_cast<const uint32_t*>(scale + at / 16)
-                          : load_half_word(scale + at / 32);
+      // The same for all rows, so that the address of each takes no more than an addition.
+      const char* const from = scale + (min(k + i * 64, last_k - 64) >> shift);
+      if (opaque_format(scales) == W4Format::kNvfp4) {
+        bits.scale[i] = *reinterpret_cast<const uint32_t*>(from + row);
+      } else {
+        bits.exponents[i] = load_half_word(from + row);
+      }
     }
   } else {
-    const int shift = scales.group_shift;
-    const auto load = [&](const char* row, int k) {
-      return load_half_word(row + (min(k, last_k - 32) >> shift) * 2);
+    const auto load = [&](const char* from, uint32_t row, int k) {
+      return load_half_word(from + (min(k, last_k - 32) >> shift) * 2 + row);
     };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -164,8 +171,10 @@ __device__ __forceinline__ void load_scales(StepBits<kFloats>& bits, const W4Sca
         continue;
       }
       const int at = k + i * 64, next = shift == 5 ? at + 32 : at;
-      bits.scale[i] = load(scale, at) | load(scale, next) << 16;
-      if (zero != nullptr) bits.zero[i] = load(zero, at) | load(zero, next) << 16;
+      bits.scale[i] = load(scale, row, at) | load(scale, row, next) << 16;
+      if (zero != nullptr) {
+        bits.zero[i] = load(zero, zero_row, at) | load(zero, zero_row, next) << 16;
+      }
     }
   }
 }
@@ -190,7 +199,7 @@ __device__ __forceinline__ void unpack_scales(StepScales<kFloats>& to,
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      to.scale[i] = exponent_pair(bits.scale[i / 2] >> i % 2 * 8 & 0xff);
+      to.scale[i] = exponent_pair(bits.exponents[i / 2] >> i % 2 * 8 & 0xff);
     }
   }
 }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_step_scales(StepBits<kFloats> (&bits)[kStep
   if constexpr (!kFloats) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      load_scales<false>(bits[i], args.scales, scale, zero,
+      load_scales<false>(bits[i], args.scales, scale, zero, 0, 0,
                          min(step + i, args.steps - 1) * kW4MoeStep, args.k);
     }
     return;
@@ -89,7 +89,9 @@ template <bool kFloats, bool kBFloat16>
 __device__ __forceinline__ void store_scales(char* to, const StepBits<kFloats>& bits,
                                              const W4Scales& format) {
   StepScales<kFloats> scales;
-  unpack_scales<kFloats, kBFloat16>(scales, bits, format);
+  StepBits<kFloats> each = bits;
+  if constexpr (kFloats) each.exponents[0] = each.scale[0], each.exponents[1] = each.scale[1];
+  unpack_scales<kFloats, kBFloat16>(scales, each, format);
   uint4 words;
   if constexpr (kFloats) {
     words = {scales.scale[0], scales.scale[1], scales.scale[2], scales.scale[3]};
