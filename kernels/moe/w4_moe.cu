@@ -320,38 +320,58 @@ __device__ __forceinline__ void multiply_many(const W4MoeArgs& args, const char*
   }
 }
 
-// The activation of a gate and the value that it gates.
-__device__ __forceinline__ float gated(const W4MoeArgs& args, float gate, float value) {
+// The activation of gates, times the values that they gate, to `v`: four at a time, since each is a
+// long chain of instructions.
+__device__ __forceinline__ void gate(const W4MoeArgs& args, float (&v)[4], float (&value)[4]) {
   // Comparisons, unlike min and max, keep NaN.
-  if (gate > args.limit) gate = args.limit;
-  if (value > args.limit) value = args.limit;
-  if (value < -args.limit) value = -args.limit;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (v[j] > args.limit) v[j] = args.limit;
+    if (value[j] > args.limit) value[j] = args.limit;
+    if (value[j] < -args.limit) value[j] = -args.limit;
+  }
   switch (args.activation) {
     case W4MoeActivation::kGelu:
-      return Gelu<false>::value(gate) * value;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = Gelu<false>::value(v[j]) * value[j];
+      break;
     case W4MoeActivation::kRelu:
-      return Relu<false>::value(gate) * value;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = Relu<false>::value(v[j]) * value[j];
+      break;
     default: {
-      if (args.activation == W4MoeActivation::kSiluResidual) value += 1.0f;
-      return sigmoid_times<false>(args.alpha * gate, gate) * value;
+      const bool residual = args.activation == W4MoeActivation::kSiluResidual;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float factor = residual ? value[j] + 1.0f : value[j];
+        v[j] = sigmoid_times<false>(args.alpha * v[j], v[j]) * factor;
+      }
     }
   }
 }
 
-// Two features of a token, of the sums of its rows with their bias.
+__device__ __forceinline__ void read_sums(float (&v)[4], const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+
+// Four features of a token, of the sums of its rows with their bias.
 __device__ __forceinline__ void finish(const W4MoeArgs& args, const float* sums, int feature,
-                                       float (&v)[2]) {
+                                       float (&v)[4]) {
   if (args.gated) {
     const float* const from = sums + feature / 8 * 16 + feature % 8;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) v[j] = gated(args, from[j], from[j + 8]);
+    float value[4];
+    read_sums(v, from);
+    read_sums(value, from + 8);
+    gate(args, v, value);
     return;
   }
-  const bool squares = !args.down;
+  read_sums(v, sums + feature);
+  if (args.down) return;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const float positive = Relu<false>::value(sums[feature + j]);
-    v[j] = squares ? positive * positive : sums[feature + j];
+  for (float& one : v) {
+    const float positive = Relu<false>::value(one);
+    one = positive * positive;
   }
 }
 
@@ -456,18 +476,19 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     }
   }
   const int first_feature = tile * tile_features;
-  // Two features of a token at a time; `results` has the sums of all rows.
+  // Four features of a token at a time; `results` has the sums of all rows.
   const auto store = [&](const float* results) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < block_tokens * tile_features / 2; i += Shape::kConsumers) {
-      const int token = args.gated ? i / (kRows / 4) : i / (kRows / 2);
-      const int feature = i * 2 - token * tile_features;
+    for (int i = threadIdx.x; i < block_tokens * tile_features / 4; i += Shape::kConsumers) {
+      const int token = args.gated ? i / (kRows / 8) : i / (kRows / 4);
+      const int feature = i * 4 - token * tile_features;
       const int element = elements[token];
       if (element < 0 || first_feature + feature >= args.features) continue;
-      float v[2] = {};
+      float v[4] = {};
       if (results != nullptr) finish(args, results + token * Shape::kSumRow, feature, v);
       const int64_t row = static_cast<int64_t>(element) * args.features;
-      *reinterpret_cast<uint32_t*>(args.out + row + first_feature + feature) = Format::pack(v);
+      *reinterpret_cast<uint2*>(args.out + row + first_feature + feature) =
+          make_uint2(Format::pack(v), Format::pack(v + 2));
     }
   };
   if (expert < 0) {
