@@ -5,23 +5,23 @@
 // product's rows and tokens its columns.
 //  - A thread block multiplies one block of the routing, of one expert, with a tile of the expert's
 //    rows. Its first warps decode and multiply; the others fill a ring of stages of 128 values of
-//    K: one box of weights by TMA, rows of x gathered by cp.async, and each row's scales, loaded
-//    some steps ahead and stored in the form in which they multiply.
+//    K: one box of weights by TMA, and rows of x gathered by cp.async.
 //  - The box takes the tile's rows in groups of 16: 8 rows, then 8 others. Gated, these are the
 //    gates of 8 features and what they are for, wherever the checkpoint has them, so that both
 //    are sums of one thread and the activation needs no exchange.
-//  - Blocks of 32 tokens, for few: bound by instructions, since all weights of an expert are
-//  decoded
-//    for a token or two. Tiles of 64 rows; a warp multiplies 16 of them by mma.sync, because the
-//    order of K within a product is free there: a lane decodes 32 neighbouring weights and reads
-//    the same 32 values of x. wgmma reads x from shared memory in its own order, for which a lane
-//    would decode one byte of each four that it reads. Two halves of a thread block take the steps
-//    of K in turn, each with four warps and a warp that loads, and do not wait for each other. The
-//    first adds the second's sums at last. Where tiles are fewer than places, the thread blocks of
-//    a cluster divide K; the first adds the sums of the others in order.
+//  - Blocks of up to 32 tokens, for few: bound by instructions, since all weights of an expert are
+//    decoded for a token or two. Tiles of 64 rows; a warp multiplies 16 of them by mma.sync,
+//    because the order of K within a product is free there: a lane decodes 32 neighbouring weights
+//    and reads the same 32 values of x. wgmma reads x from shared memory in its own order, for
+//    which a lane would decode one byte of each four that it reads. Two halves of a thread block
+//    take the steps of K in turn, each with four warps and a warp that loads, and do not wait for
+//    each other. The first adds the second's sums at last. Where tiles are fewer than places, the
+//    thread blocks of a cluster divide K; the first adds the sums of the others in order. The
+//    tile's scales are copied to shared memory at the beginning, and the ring has the rest of what
+//    three thread blocks share.
 //  - Blocks of 64 and 128 tokens: wgmma, 64 rows for each warpgroup, as in w4_linear's tiles
 //    (kernels/gemv/w4_tiles.cu). Three warpgroups, or two thread blocks, hide the latency of
-//    decoding.
+//    decoding. Scales are loaded some steps ahead, and stored in the form in which they multiply.
 //  - Nobody waits for the host: thread blocks beyond the blocks in use return. Up to 16 ids there
 //    is no routing: each id is a block.
 //  - The second product reads the routing, scales and first weights while the first one ends: that
@@ -216,10 +216,8 @@ __device__ __forceinline__ void multiply_few(const W4MoeArgs& args, const FewRin
       for (int n = 0; n < kW4MoeFewTokens / 8; ++n) {
         if (n >= eights && n > 0) break;
         const uint4 v = load_shared_16(values + n * 8 * (kW4MoeStep * 2));
-        warp_multiply_add<Product>(sums[n], a[0][0], a[1][0], a[0][1], a[1][1],
-                                   __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.y, v.w, 0x5410));
-        warp_multiply_add<Product>(sums[n], a[0][2], a[1][2], a[0][3], a[1][3],
-                                   __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x7632));
+        warp_multiply_add<Product>(sums[n], a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
+        warp_multiply_add<Product>(sums[n], a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
       }
     }
     __syncwarp();

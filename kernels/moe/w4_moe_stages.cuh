@@ -186,8 +186,22 @@ struct FewRing {
   }
 };
 
+// Puts 8 values in the order of decode_word(): 0 4, 2 6, 1 5, 3 7.
+__device__ __forceinline__ void reorder_values(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at),
+               "r"(__byte_perm(v.x, v.z, 0x5410)), "r"(__byte_perm(v.y, v.w, 0x5410)),
+               "r"(__byte_perm(v.x, v.z, 0x7632)), "r"(__byte_perm(v.y, v.w, 0x7632))
+               : "memory");
+}
+
 // Fills the stages of each second step from `begin` + `first` to `end`: one warp. Tokens' rows of x
-// are at `rows`, of which `present` are not all padding.
+// are at `rows`, of which `present` are not all padding. Each lane reorders what it copied, one
+// step later, so that four warps need not.
 __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& ring,
                                          const char* const* rows, int present, int first) {
   constexpr int kKept = 4;                        // row pointers in registers: 8 tokens
@@ -200,7 +214,17 @@ __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& r
   for (int i = 0; i < kKept; ++i) kept[i] = rows[token + i * 2];
   const uint32_t place =
       shared_address(ring.shared) + static_cast<uint32_t>(few_x_place(token, chunk));
-  int stage = first;
+  const auto finish = [&](int stage) {
+    const uint32_t at = place + stage * args.stage_bytes;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (i < passes) reorder_values(at + i * kPassBytes);
+    }
+#pragma unroll 1
+    for (int i = kKept; i < passes; ++i) reorder_values(at + i * kPassBytes);
+    mbarrier_arrive(ring.filled(stage));
+  };
+  int stage = first, last_stage = -1;
   uint32_t parity = 1;
 #pragma unroll 1
   for (int step = ring.begin + first; step < ring.end; step += 2) {
@@ -217,9 +241,18 @@ __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& r
     for (int i = kKept; i < passes; ++i) {
       async_copy_16(to + i * kPassBytes, rows[token + i * 2] + at * 2, real);
     }
-    arrive_with_copies(ring.filled(stage));
+    async_copy_commit();
+    if (last_stage >= 0) {
+      async_copy_wait<1>();
+      finish(last_stage);
+    }
+    last_stage = stage;
     stage += 2;
     if (stage >= args.stages) stage = first, parity ^= 1;
+  }
+  if (last_stage >= 0) {
+    async_copy_wait<0>();
+    finish(last_stage);
   }
 }
 
