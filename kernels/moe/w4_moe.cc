@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -158,9 +157,6 @@ Status plan_ring(const char* op, Launch* launch) {
     const int64_t stages = (shared - scales) / args.stage_bytes / 2 * 2;
     if (stages < 4) continue;
     args.stages = static_cast<int>(std::min<int64_t>(stages, kernel.stages));
-    if (const char* most = std::getenv("TIERCEL_W4_STAGES")) {
-      args.stages = std::min(args.stages, std::atoi(most) / 2 * 2);
-    }
     launch->dynamic_smem = static_cast<int64_t>(args.stages) * args.stage_bytes + scales;
     return Status();
   }
@@ -329,15 +325,11 @@ Status run(bool down, const W4MoeCall& call, void* stream) {
   groups.ndim = kTensorMapMaxRank;
   groups.shape = launch.map_shape;
   groups.strides = launch.map_strides;
-  const char* promoted = std::getenv("TIERCEL_W4_PROMOTION");
-  const CUtensorMapL2promotion promotion = promoted != nullptr && std::atoi(promoted) == 256
-                                               ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-                                               : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const auto box_groups = static_cast<uint32_t>(launch.kernel->rows / 16);
   TIERCEL_RETURN_IF_ERROR(encode_tensor_map({kTensorMapMaxRank,
                                              {1, box_groups, 2, 8, kW4MoeStep / 2},
                                              CU_TENSOR_MAP_SWIZZLE_64B,
-                                             promotion},
+                                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B},
                                             groups, name_of(down), "weight",
                                             &launch.args.weight_map));
   void* pointers[] = {&launch.args};

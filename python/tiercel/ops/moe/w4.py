@@ -29,10 +29,6 @@ _DIRECT_IDS = 16  # kDirectIds of w4_moe.cc: without a routing, each id is a blo
 def _block_size(elements: int, experts: int, has_middle: bool) -> int:
     """The fastest by what was measured; weights are read once in a block. `has_middle`: there are
     kernels for blocks of 64."""
-    import os
-
-    if os.environ.get("TIERCEL_W4_BLOCK"):
-        return int(os.environ["TIERCEL_W4_BLOCK"])
     rows = elements / max(experts, 1)
     # Sums have another order in larger blocks.
     if _C.batch_invariant() or rows <= (12 if has_middle else 20):
@@ -47,12 +43,7 @@ def _route(
     has_middle: bool,
     align: Callable[..., Any],
 ) -> tuple[tuple[Tensor | None, ...], int]:
-    import os
-
-    direct = _DIRECT_IDS
-    if os.environ.get("TIERCEL_W4_BLOCK") or os.environ.get("TIERCEL_W4_DIRECT") == "0":
-        direct = 0
-    if topk_ids.numel() <= direct and expert_map is None:
+    if topk_ids.numel() <= _DIRECT_IDS and expert_map is None:
         return (None, None, None), 0
     block = _block_size(topk_ids.numel(), experts, has_middle)
     lists = empty_lists(topk_ids, topk_ids.numel(), experts, block)
