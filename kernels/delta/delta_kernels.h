@@ -102,7 +102,8 @@ struct DeltaRuleArgs {
 // betas, and kDeltaBackFactors numbers; with a gate per channel the tiles and the keys' products;
 // and of each chunk and head, of 16-bit elements: the states before it and their gradients after
 // it, transposed [V, K]; and [64, V]: the values less what the keys find, what tokens write, and
-// the gradient of the former times the betas.
+// the gradient of the former times the betas. With segments it has `transitions` and
+// `segment_states` as the forward has, and the gradients of the states that segments begin with.
 struct DeltaBackArgs : DeltaRuleArgs {
   DeltaHeads grad;          // of the results
   const float* grad_final;  // of the final states, [count, Hv, K, V], or null
@@ -115,10 +116,21 @@ struct DeltaBackArgs : DeltaRuleArgs {
   char* rest;
   char* written;
   char* grad_rest;
+  float* segment_grads;  // [slots, Hv, K, V]: first what a segment adds to the gradient, alone
+  bool transition;       // the passes make `transitions` and these terms, and nothing else
 };
 
 // The kernels of a call, in this order; and those of its gradients.
-enum class DeltaPart { kChunks, kTransitions, kScan, kRule, kBackChunks, kBackPasses, kGradients };
+enum class DeltaPart {
+  kChunks,
+  kTransitions,
+  kScan,
+  kRule,
+  kBackChunks,
+  kBackPasses,
+  kBackScan,
+  kGradients
+};
 
 struct DeltaRuleKernel {
   DeltaPart part;
