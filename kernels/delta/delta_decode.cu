@@ -5,10 +5,12 @@
 // A block of that reads, waits, computes and writes, one after the other, and has 16 KB: too little
 // is under way. So for a token of each of many sequences there are blocks that stay: each has
 // several whole states of a head in shared memory, of which one is computed while others are on
-// their way in or out by bulk copies. Results have the same bits.
+// their way in or out by bulk copies. Each comes with its token's inputs: a load of these from
+// memory that is so busy takes as long as all instructions for a state. Results have the same bits.
 #include <cstdint>
 
 #include "kernels/delta/delta_kernels.h"
+#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -80,6 +82,20 @@ struct Part {
   }
 };
 
+// A head's part of a token in shared memory.
+struct alignas(16) Inputs {
+  uint16_t q[kDeltaStreamSize], k[kDeltaStreamSize], v[kDeltaStreamSize];
+  float gates[kDeltaStreamSize];  // of the head, or of each channel
+  char* out;
+  char* state;  // null: zeros that are not kept
+  uint32_t beta;
+};
+
+__device__ __forceinline__ uint32_t load_beta(const DeltaDecodeArgs& args, int64_t number) {
+  if (args.beta_float) return *reinterpret_cast<const uint32_t*>(args.beta + number * 4);
+  return *reinterpret_cast<const uint16_t*>(args.beta + number * 2);
+}
+
 // A thread's part of a token, in the form in which it was loaded.
 template <int kKeySize>
 struct Token {
@@ -95,16 +111,24 @@ struct Token {
     load_vector(k, at(args.k, sequence, token, key_head, part.first_row));
     load_vector(q, at(args.q, sequence, token, key_head, part.first_row));
     load_vector(v, at(args.v, sequence, token, head, part.column));
-    if (args.beta_float) {
-      beta = *reinterpret_cast<const uint32_t*>(args.beta + number * 4);
-    } else {
-      beta = *reinterpret_cast<const uint16_t*>(args.beta + number * 2);
-    }
+    beta = load_beta(args, number);
     if (args.per_channel) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) gates[r] = args.g[number * kKeySize + part.first_row + r];
     } else {
       gates[0] = args.g[number];
+    }
+  }
+  __device__ __forceinline__ void load(const Inputs& inputs, const Part<kKeySize>& part,
+                                       bool per_channel) {
+    load_vector(k, inputs.k + part.first_row);
+    load_vector(q, inputs.q + part.first_row);
+    load_vector(v, inputs.v + part.column);
+    beta = inputs.beta;
+    gates[0] = inputs.gates[0];
+    if (per_channel) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) gates[r] = inputs.gates[part.first_row + r];
     }
   }
 };
@@ -259,17 +283,17 @@ __global__ void __launch_bounds__(kDeltaDecodeThreads, 4)
 }
 
 // A token of each of many sequences: a block goes from state to state, of 128 columns, of which one
-// warp keeps copies to and from shared memory under way.
+// warp keeps copies to and from shared memory under way, and those of the tokens.
 template <typename State>
 struct Stream {
   static constexpr int kStages = delta_stream_stages(State::kBytes);
   static constexpr int kState = kDeltaStreamSize * kDeltaStreamSize * State::kBytes;
   static constexpr int kWarpCount = (kDeltaStreamThreads - 32) / 32;
   char states[kStages][kState];
+  Inputs inputs[kStages];
   Sums sums[kDeltaStreamSize / kDeltaDecodeColumns][2][kWarps];
   uint64_t full[kStages];
   uint64_t changed[kStages];
-  bool real[kStages];  // the state has a slot
 };
 static_assert(sizeof(Stream<Float32>) <= delta_stream_smem(4));
 static_assert(sizeof(Stream<BFloat16>) <= delta_stream_smem(2));
@@ -287,43 +311,92 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// By one thread: loads states in turn, and stores each once it is changed.
+// Arrives at a barrier, as one thread of those it counts, once all of its copies are there.
+__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// By a warp: starts copies of a head's part of a token.
+__device__ __forceinline__ void copy_inputs(const DeltaDecodeArgs& args, const Inputs& inputs,
+                                            int sequence, int head) {
+  constexpr int kVectors = kDeltaStreamSize * 2 / 16;
+  static_assert(2 * kVectors == 32);
+  const int lane = threadIdx.x % 32, vector = lane % kVectors;
+  const int key_head = head / (args.v_heads / args.k_heads);
+  const int64_t number = int64_t{sequence} * args.v_heads + head;
+  const auto copy = [&](const uint16_t* to, const DeltaHeads& from, int from_head) {
+    async_copy_16(shared_address(to) + vector * 16, at(from, sequence, 0, from_head, vector * 8),
+                  true);
+  };
+  if (lane < kVectors) {
+    copy(inputs.k, args.k, key_head);
+    copy(inputs.v, args.v, head);
+  } else {
+    copy(inputs.q, args.q, key_head);
+  }
+  const uint32_t gates = shared_address(inputs.gates);
+  if (args.per_channel) {
+#pragma unroll
+    for (int i = lane; i < kDeltaStreamSize; i += 32) {
+      async_copy_4(gates + i * 4, args.g + number * kDeltaStreamSize + i, true);
+    }
+  } else if (lane == kVectors) {
+    async_copy_4(gates, args.g + number, true);
+  }
+}
+
+// By a warp: loads states and tokens in turn, and stores each state once it is changed.
 template <typename State>
 __device__ __forceinline__ void copy_states(const DeltaDecodeArgs& args, Stream<State>& stream,
                                             int units) {
   constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
-  const auto place = [&](int unit) -> char* {
-    const int sequence = unit / args.v_heads;
+  const auto place = [&](int sequence, int head) -> char* {
     const int64_t slot = args.indices == nullptr ? sequence : args.indices[sequence];
     if (slot < 0 || slot >= args.slots) return nullptr;
-    return args.states + slot * args.slot_stride + int64_t{unit % args.v_heads} * kState;
+    return args.states + slot * args.slot_stride + int64_t{head} * kState;
   };
+  const bool first_lane = threadIdx.x % 32 == 0;
   const int step = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
   const int count = (units - own + step - 1) / step;
-  char* places[kStages];
+  int stage = 0;
+  uint32_t parity = 1;
 #pragma unroll 1
-  for (int first = 0; first < count + kStages; first += kStages) {
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      const int number = first + stage, before = number - kStages;
-      char* const next = number < count ? place(own + number * step) : nullptr;
-      if (before >= 0 && before < count) {
-        mbarrier_wait(&stream.changed[stage], before / kStages & 1);
-        if (places[stage] != nullptr) {
-          bulk_store(places[stage], stream.states[stage], kState);
-          bulk_wait_read();
-        }
-      }
-      places[stage] = next;
-      if (number >= count) continue;
-      stream.real[stage] = next != nullptr;
-      if (next == nullptr) {
-        mbarrier_arrive(&stream.full[stage]);
-      } else {
-        mbarrier_expect(&stream.full[stage], kState);
-        bulk_load(stream.states[stage], next, kState, &stream.full[stage]);
+  for (int number = 0; number < count + kStages; ++number) {
+    const int unit = own + number * step, sequence = unit / args.v_heads;
+    const int head = unit - sequence * args.v_heads;
+    Inputs& inputs = stream.inputs[stage];
+    uint64_t* const full = &stream.full[stage];
+    const bool more = number < count;
+    char* next = nullptr;
+    uint32_t beta = 0;
+    if (more) next = place(sequence, head), beta = load_beta(args, unit);
+    if (number >= kStages) {
+      mbarrier_wait(&stream.changed[stage], parity);
+      if (first_lane && inputs.state != nullptr) {
+        bulk_store(inputs.state, stream.states[stage], kState);
+        bulk_wait_read();
       }
     }
+    if (first_lane) {
+      inputs.state = next;
+      if (more) {
+        inputs.out = at(args.out, sequence, 0, head, 0);
+        inputs.beta = beta;
+        if (next == nullptr) {
+          mbarrier_arrive(full);
+        } else {
+          mbarrier_expect(full, kState);
+          bulk_load(stream.states[stage], next, kState, full);
+        }
+      }
+    }
+    __syncwarp();
+    if (more) {
+      copy_inputs(args, inputs, sequence, head);
+      arrive_with_copies(full);
+    }
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 }
 
@@ -338,7 +411,7 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   const int units = args.sequences * args.v_heads;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(&stream.full[stage], 1);
+      mbarrier_init(&stream.full[stage], 1 + 32);  // of the state, and of each lane that copies
       mbarrier_init(&stream.changed[stage], Stream<State>::kWarpCount);
     }
     mbarrier_init_fence();
@@ -347,39 +420,38 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   grid_dependency_wait();
   grid_dependency_launch();
   if (threadIdx.x / 32 == Stream<State>::kWarpCount) {
-    if (threadIdx.x % 32 == 0) copy_states(args, stream, units);
+    copy_states(args, stream, units);
     return;
   }
 
   const int slice = threadIdx.x / kDeltaDecodeThreads;
   const Part<kKeySize> part(slice);
-  int number = 0;
+  int number = 0, stage = 0;
+  uint32_t parity = 0;
 #pragma unroll 1
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x, ++number) {
-    const int sequence = unit / args.v_heads, head = unit % args.v_heads;
-    Token<kKeySize> token;
-    token.load(args, part, sequence, 0, head);  // while the state is on its way
-    const int stage = number % kStages;
-    mbarrier_wait(&stream.full[stage], number / kStages & 1);
-    const bool real = stream.real[stage];
+    mbarrier_wait(&stream.full[stage], parity);
+    const Inputs& inputs = stream.inputs[stage];
     char* const place =
         stream.states[stage] + part.first_row * kRowBytes + part.column * State::kBytes;
-    float state[kRows][kColumns];
+    float state[kRows][kColumns] = {};
+    if (inputs.state != nullptr) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      load_state(place + r * kRowBytes, State(), state[r]);
-#pragma unroll
-      for (float& value : state[r]) value = real ? value : 0.0f;
+      for (int r = 0; r < kRows; ++r) load_state(place + r * kRowBytes, State(), state[r]);
     }
-    char* const out = at(args.out, sequence, 0, head, part.column);
-    step<kKeySize>(args, part, token, stream.sums[slice][number % 2], state, out, [&] {
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(kDeltaDecodeThreads) : "memory");
-    });
+    Token<kKeySize> token;
+    token.load(inputs, part, args.per_channel);
+    step<kKeySize>(
+        args, part, token, stream.sums[slice][number % 2], state, inputs.out + part.column * 2,
+        [&] {
+          asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(kDeltaDecodeThreads) : "memory");
+        });
 #pragma unroll
     for (int r = 0; r < kRows; ++r) store_state<State>(place + r * kRowBytes, state[r]);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&stream.changed[stage]);
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 }
 

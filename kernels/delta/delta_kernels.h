@@ -57,8 +57,9 @@ inline constexpr int kDeltaStreamThreads =
     kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 32;
 constexpr int delta_stream_stages(int bytes) { return bytes == 4 ? 3 : 6; }
 constexpr int delta_stream_smem(int bytes) {
-  // Whole states, sums of each slice, twice, and barriers.
-  return delta_stream_stages(bytes) * kDeltaStreamSize * kDeltaStreamSize * bytes +
+  // Whole states and their tokens, sums of each slice, twice, and barriers.
+  return delta_stream_stages(bytes) *
+             (kDeltaStreamSize * (kDeltaStreamSize * bytes + 3 * 2 + 4) + 32) +
          kDeltaStreamSize / kDeltaDecodeColumns * 2 * 4 * 4 * (2 * kDeltaDecodeColumns + 4) + 256;
 }
 
