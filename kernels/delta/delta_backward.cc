@@ -2,6 +2,7 @@
 #include "kernels/delta/delta_backward.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -50,7 +51,9 @@ int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) 
   const int64_t of_segment = sizes.v_heads * (transition_parts(sizes) + terms);
   const int64_t spared = sizes.v_heads * count * 2 * terms;
   const int64_t segments = (kDefaultMultiprocessors + spared) / of_segment;
-  if (segments < kLeastSegments * count || chunks < kLeastSegments * kLeastChunks * count) return 0;
+  const char* const given = std::getenv("TIERCEL_TRY_SEGMENTS");  // for a measurement
+  const int64_t least = given == nullptr ? kLeastSegments : std::atoi(given);
+  if (segments < least * count || chunks < kLeastSegments * kLeastChunks * count) return 0;
   return std::max(kLeastChunks, ceil_div(chunks, segments));
 }
 
