@@ -2,7 +2,6 @@
 #include "kernels/delta/delta_backward.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -31,7 +30,8 @@ struct Launches {
   }
 };
 
-constexpr int64_t kLeastSegments = 4;  // of a sequence; below, transitions cost what they spare
+constexpr int64_t kLeastSegments = 3;  // of a sequence; below, transitions cost what they spare
+constexpr int64_t kLeastDivided = 32;  // chunks of a sequence
 constexpr int64_t kLeastChunks = 8;    // of a segment
 
 // Blocks of two slices that find what a segment does: forward, to values and by factors; and back.
@@ -51,9 +51,7 @@ int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) 
   const int64_t of_segment = sizes.v_heads * (transition_parts(sizes) + terms);
   const int64_t spared = sizes.v_heads * count * 2 * terms;
   const int64_t segments = (kDefaultMultiprocessors + spared) / of_segment;
-  const char* const given = std::getenv("TIERCEL_TRY_SEGMENTS");  // for a measurement
-  const int64_t least = given == nullptr ? kLeastSegments : std::atoi(given);
-  if (segments < least * count || chunks < kLeastSegments * kLeastChunks * count) return 0;
+  if (segments < kLeastSegments * count || chunks < kLeastDivided * count) return 0;
   return std::max(kLeastChunks, ceil_div(chunks, segments));
 }
 

@@ -282,18 +282,19 @@ __global__ void __launch_bounds__(kDeltaDecodeThreads, 4)
   if (args.columns <= 1) store(0);
 }
 
-// A token of each of many sequences: a block goes from state to state, of 128 columns, of which one
-// warp keeps copies to and from shared memory under way, and those of the tokens.
+// A token of each of many sequences: a block goes from state to state, of 128 columns. One more
+// warp keeps copies of states and tokens to shared memory under way, and another those back.
 template <typename State>
 struct Stream {
   static constexpr int kStages = delta_stream_stages(State::kBytes);
   static constexpr int kState = kDeltaStreamSize * kDeltaStreamSize * State::kBytes;
-  static constexpr int kWarpCount = (kDeltaStreamThreads - 32) / 32;
+  static constexpr int kWarpCount = (kDeltaStreamThreads - 64) / 32;
   char states[kStages][kState];
   Inputs inputs[kStages];
   Sums sums[kDeltaStreamSize / kDeltaDecodeColumns][2][kWarps];
   uint64_t full[kStages];
   uint64_t changed[kStages];
+  uint64_t free[kStages];
 };
 static_assert(sizeof(Stream<Float32>) <= delta_stream_smem(4));
 static_assert(sizeof(Stream<BFloat16>) <= delta_stream_smem(2));
@@ -346,57 +347,91 @@ __device__ __forceinline__ void copy_inputs(const DeltaDecodeArgs& args, const I
   }
 }
 
-// By a warp: loads states and tokens in turn, and stores each state once it is changed.
-template <typename State>
-__device__ __forceinline__ void copy_states(const DeltaDecodeArgs& args, Stream<State>& stream,
-                                            int units) {
-  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
-  const auto place = [&](int sequence, int head) -> char* {
-    const int64_t slot = args.indices == nullptr ? sequence : args.indices[sequence];
-    if (slot < 0 || slot >= args.slots) return nullptr;
-    return args.states + slot * args.slot_stride + int64_t{head} * kState;
-  };
-  const bool first_lane = threadIdx.x % 32 == 0;
-  const int step = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
-  const int count = (units - own + step - 1) / step;
+// The states that a block goes through.
+struct Units {
+  int first, step, count;
+
+  __device__ __forceinline__ explicit Units(const DeltaDecodeArgs& args)
+      : first(static_cast<int>(blockIdx.x)), step(static_cast<int>(gridDim.x)) {
+    count = (args.sequences * args.v_heads - first + step - 1) / step;
+  }
+};
+
+// A stage of shared memory, and how often it was used before.
+template <int kStages>
+struct Turn {
   int stage = 0;
-  uint32_t parity = 1;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// By a warp: loads states and tokens in turn.
+template <typename State>
+__device__ __forceinline__ void load_states(const DeltaDecodeArgs& args, Stream<State>& stream) {
+  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  const Units units(args);
+  // Slots and betas are loaded a state ahead of their use.
+  int slot = 0;
+  uint32_t beta = 0;
+  const auto look = [&](int number) {
+    if (number >= units.count) return;
+    const int unit = units.first + number * units.step, sequence = unit / args.v_heads;
+    slot = args.indices == nullptr ? sequence : args.indices[sequence];
+    beta = load_beta(args, unit);
+  };
+  look(0);
+  Turn<kStages> turn;
 #pragma unroll 1
-  for (int number = 0; number < count + kStages; ++number) {
-    const int unit = own + number * step, sequence = unit / args.v_heads;
+  for (int number = 0; number < units.count; ++number) {
+    const int unit = units.first + number * units.step, sequence = unit / args.v_heads;
     const int head = unit - sequence * args.v_heads;
-    Inputs& inputs = stream.inputs[stage];
-    uint64_t* const full = &stream.full[stage];
-    const bool more = number < count;
-    char* next = nullptr;
-    uint32_t beta = 0;
-    if (more) next = place(sequence, head), beta = load_beta(args, unit);
-    if (number >= kStages) {
-      mbarrier_wait(&stream.changed[stage], parity);
-      if (first_lane && inputs.state != nullptr) {
-        bulk_store(inputs.state, stream.states[stage], kState);
-        bulk_wait_read();
-      }
-    }
+    Inputs& inputs = stream.inputs[turn.stage];
+    uint64_t* const full = &stream.full[turn.stage];
+    if (number >= kStages) mbarrier_wait(&stream.free[turn.stage], turn.parity ^ 1);
     if (first_lane) {
-      inputs.state = next;
-      if (more) {
-        inputs.out = at(args.out, sequence, 0, head, 0);
-        inputs.beta = beta;
-        if (next == nullptr) {
-          mbarrier_arrive(full);
-        } else {
-          mbarrier_expect(full, kState);
-          bulk_load(stream.states[stage], next, kState, full);
-        }
+      char* from = nullptr;
+      if (slot >= 0 && slot < args.slots) {
+        from = args.states + slot * args.slot_stride + int64_t{head} * kState;
+      }
+      inputs.state = from;
+      inputs.out = at(args.out, sequence, 0, head, 0);
+      inputs.beta = beta;
+      if (from == nullptr) {
+        mbarrier_arrive(full);
+      } else {
+        mbarrier_expect(full, kState);
+        bulk_load(stream.states[turn.stage], from, kState, full);
       }
     }
     __syncwarp();
-    if (more) {
-      copy_inputs(args, inputs, sequence, head);
-      arrive_with_copies(full);
+    copy_inputs(args, inputs, sequence, head);
+    arrive_with_copies(full);
+    look(number + 1);
+    turn.next();
+  }
+}
+
+// By a thread: stores states in turn, as soon as each is changed. It is not the one that loads:
+// that would wait for each store to leave shared memory, and stores for the addresses of loads.
+template <typename State>
+__device__ __forceinline__ void store_states(const DeltaDecodeArgs& args, Stream<State>& stream) {
+  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
+  const Units units(args);
+  Turn<kStages> turn;
+#pragma unroll 1
+  for (int number = 0; number < units.count; ++number) {
+    mbarrier_wait(&stream.changed[turn.stage], turn.parity);
+    char* const to = stream.inputs[turn.stage].state;
+    if (to != nullptr) {
+      bulk_store(to, stream.states[turn.stage], kState);
+      bulk_wait_read();
     }
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    mbarrier_arrive(&stream.free[turn.stage]);
+    turn.next();
   }
 }
 
@@ -408,11 +443,11 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   constexpr int kRowBytes = kDeltaStreamSize * State::kBytes;
   extern __shared__ __align__(128) char shared[];
   Stream<State>& stream = *reinterpret_cast<Stream<State>*>(shared);
-  const int units = args.sequences * args.v_heads;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&stream.full[stage], 1 + 32);  // of the state, and of each lane that copies
       mbarrier_init(&stream.changed[stage], Stream<State>::kWarpCount);
+      mbarrier_init(&stream.free[stage], 1);
     }
     mbarrier_init_fence();
   }
@@ -420,20 +455,24 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   grid_dependency_wait();
   grid_dependency_launch();
   if (threadIdx.x / 32 == Stream<State>::kWarpCount) {
-    copy_states(args, stream, units);
+    load_states(args, stream);
+    return;
+  }
+  if (threadIdx.x / 32 > Stream<State>::kWarpCount) {
+    if (threadIdx.x % 32 == 0) store_states(args, stream);
     return;
   }
 
   const int slice = threadIdx.x / kDeltaDecodeThreads;
   const Part<kKeySize> part(slice);
-  int number = 0, stage = 0;
-  uint32_t parity = 0;
+  const Units units(args);
+  Turn<kStages> turn;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x, ++number) {
-    mbarrier_wait(&stream.full[stage], parity);
-    const Inputs& inputs = stream.inputs[stage];
+  for (int number = 0; number < units.count; ++number) {
+    mbarrier_wait(&stream.full[turn.stage], turn.parity);
+    const Inputs& inputs = stream.inputs[turn.stage];
     char* const place =
-        stream.states[stage] + part.first_row * kRowBytes + part.column * State::kBytes;
+        stream.states[turn.stage] + part.first_row * kRowBytes + part.column * State::kBytes;
     float state[kRows][kColumns] = {};
     if (inputs.state != nullptr) {
 #pragma unroll
@@ -450,8 +489,8 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
     for (int r = 0; r < kRows; ++r) store_state<State>(place + r * kRowBytes, state[r]);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&stream.changed[stage]);
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&stream.changed[turn.stage]);
+    turn.next();
   }
 }
 

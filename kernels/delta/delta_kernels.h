@@ -52,9 +52,9 @@ struct DeltaDecodeKernel {
 inline constexpr int kDeltaDecodeThreads = 128;
 inline constexpr int kDeltaDecodeColumns = 32;  // of a state, per block
 inline constexpr int kDeltaStreamSize = 128;    // of keys and of values
-// A slice of the columns has kDeltaDecodeThreads; one more warp copies.
+// A slice of the columns has kDeltaDecodeThreads; one more warp loads, and one stores.
 inline constexpr int kDeltaStreamThreads =
-    kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 32;
+    kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 64;
 constexpr int delta_stream_stages(int bytes) { return bytes == 4 ? 3 : 6; }
 constexpr int delta_stream_smem(int bytes) {
   // Whole states and their tokens, sums of each slice, twice, and barriers.
