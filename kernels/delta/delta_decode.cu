@@ -304,12 +304,17 @@ __device__ __forceinline__ void bulk_store(char* to, const char* from, uint32_t 
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
+}
+
+// Ends a group of stores.
+__device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all stores have read their shared memory.
+// Waits until all groups but the latest kPending have read their shared memory.
+template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Arrives at a barrier, as one thread of those it counts, once all of its copies are there.
@@ -415,24 +420,27 @@ __device__ __forceinline__ void load_states(const DeltaDecodeArgs& args, Stream<
   }
 }
 
-// By a thread: stores states in turn, as soon as each is changed. It is not the one that loads:
-// that would wait for each store to leave shared memory, and stores for the addresses of loads.
+// By a thread: stores states in turn, as soon as each is changed, while the one before may still be
+// leaving. It is not the one that loads: loads would wait for stores to leave shared memory, and
+// stores for the addresses of loads.
 template <typename State>
 __device__ __forceinline__ void store_states(const DeltaDecodeArgs& args, Stream<State>& stream) {
   constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
   const Units units(args);
   Turn<kStages> turn;
+  int before = 0;
 #pragma unroll 1
   for (int number = 0; number < units.count; ++number) {
     mbarrier_wait(&stream.changed[turn.stage], turn.parity);
     char* const to = stream.inputs[turn.stage].state;
-    if (to != nullptr) {
-      bulk_store(to, stream.states[turn.stage], kState);
-      bulk_wait_read();
-    }
-    mbarrier_arrive(&stream.free[turn.stage]);
+    if (to != nullptr) bulk_store(to, stream.states[turn.stage], kState);
+    bulk_commit();
+    bulk_wait_read<1>();
+    if (number > 0) mbarrier_arrive(&stream.free[before]);
+    before = turn.stage;
     turn.next();
   }
+  bulk_wait_read<0>();
 }
 
 template <typename State>
