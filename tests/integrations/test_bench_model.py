@@ -70,7 +70,7 @@ def test_ours_that_fails(bench, monkeypatch, capsys):
         def step(call):
             raise RuntimeError("a reason\nand more")
 
-        return step
+        return run.Step(step)
 
     monkeypatch.setattr(run, "step_of", no_step)
     shapes = ("--prefill", "1x8", "--decode", "--train")
