@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from tiercel.workbench.bench import BenchError, environment
 from tiercel.workbench.bench.command import say, sink
@@ -81,7 +82,7 @@ def repeat(args: argparse.Namespace) -> str:
     if args.layers:
         words += ["--layers", str(args.layers)]
     for change in args.set:
-        words += ["--set", change]
+        words += ["--set", shlex.quote(change)]
     for phase in PHASES:
         words += [f"--{phase}", *getattr(args, phase)]
     if args.engine:

@@ -52,4 +52,5 @@ def used(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
             module = model.get_submodule(name)
             vars(module).pop("forward")
             module._buffers.clear()
+            module._parameters.clear()
             module._parameters.update(before[name])

@@ -143,7 +143,8 @@ def step_of(case: Case, model: Any, device: str) -> Step:
 
 
 def _decode(model: Any, ids: Tensor) -> Step:
-    """One token over a full context; each step writes to the same place."""
+    """One token over a full context; each step writes to the same place, or moves a full sliding
+    cache on."""
     context = ids.shape[1]
     cache = import_transformers().StaticCache(config=model.config, max_cache_len=context + _SPARE)
     for row in ids.split(256, 1):
