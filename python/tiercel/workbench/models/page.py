@@ -18,7 +18,18 @@ Record = dict[str, Any]
 _TEXT = ("run", "date", "commit", "gpu", "driver", "torch", "transformers", "command")
 _OWN = ("model", "phase", "case", "way", "status")
 _NUMBERS = ("ms_median", "host_ms", "tokens_per_s", "peak_mib", "launches", "first_call_s")
-HEAD = ("way", "ms", "speed", "floor", "tokens/s", "host ms", "launches", "MiB", "first call s", "error")
+HEAD = (
+    "way",
+    "ms",
+    "speed",
+    "floor",
+    "tokens/s",
+    "host ms",
+    "launches",
+    "MiB",
+    "first call s",
+    "error",
+)
 _NOTE = """\
 Rendered by `tiercel bench report` from the records beside this page; do not edit. The weights are
 random, in bfloat16.

@@ -199,7 +199,8 @@ def floor_ms(model: Any, new_tokens: int, cache_bytes: float) -> float | None:
     if model.device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(model.device)
-    return total / (2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8) * 1e3
+    clock = getattr(properties, "memory_clock_rate", None)  # not in every torch
+    return clock and total / (2e3 * clock * properties.memory_bus_width / 8) * 1e3
 
 
 @contextlib.contextmanager
