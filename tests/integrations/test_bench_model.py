@@ -48,14 +48,14 @@ SMALL = {
     "first_k_dense_replace": 1,
     "sliding_window": 6,
 }
-# How many RMS norms, gated MLPs and modules of experts `apply` replaces in two layers.
+# How many RMS norms, gated MLPs, routers and modules of experts `apply` replaces in two layers.
 REPLACED = {
-    "Llama-3.2-1B": (5, 2, 0),
-    "Qwen3-8B": (9, 2, 0),
-    "Qwen3-30B-A3B": (9, 0, 2),
-    "gpt-oss-20b": (5, 0, 0),
-    "Gemma-3-1B": (13, 2, 0),
-    "DeepSeek-V3": (9, 2, 1),
+    "Llama-3.2-1B": (5, 2, 0, 0),
+    "Qwen3-8B": (9, 2, 0, 0),
+    "Qwen3-30B-A3B": (9, 0, 2, 2),
+    "gpt-oss-20b": (5, 0, 2, 0),
+    "Gemma-3-1B": (13, 2, 0, 0),
+    "DeepSeek-V3": (9, 2, 1, 1),
 }
 
 
@@ -167,10 +167,10 @@ def test_replaced(name, tmp_path):
     sizes = run.read_sizes(str(path))
     report = apply(run.build(sizes, sizes.layers, "cpu"))
     found = {op: len(names) for op, names in report.replaced.items()}
-    norms, gated, experts = REPLACED[name]
+    norms, gated, routers, experts = REPLACED[name]
     due = {"attention": 2, "linear_cross_entropy": 1, "rotary_embedding": 2, "rms_norm": norms}
-    due |= {"gated activation": gated} if gated else {}
-    assert found == due | ({"fused_moe": experts} if experts else {})
+    due |= {"gated activation": gated, "topk_softmax": routers, "fused_moe": experts}
+    assert found == {op: n for op, n in due.items() if n}
     kept = {"experts with biases"} if sizes.mxfp4 else set()
     assert set(report.kept.values()) == kept
 
