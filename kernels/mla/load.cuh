@@ -48,8 +48,6 @@ struct PagedRowsFinder {
 };
 
 // One warp loads its half of all steps. Of a pair of blocks, each loads every other box, into both.
-// Memory answers more slowly than a step takes: a step whose place is not free yet is brought to
-// the L2 meanwhile.
 __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUtensorMap* map,
                                           Share share, const Memory& memory, int half,
                                           unsigned char* pointer) {
@@ -65,18 +63,19 @@ __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUten
   do {
     const int32_t* table = reinterpret_cast<const int32_t*>(
         reinterpret_cast<const char*>(args.page_table) + share.b * args.table_stride);
-    const auto row_at = [&](int key) {  // of the map
-      const int entry = load_strided(table, args.table_step, key >> args.page_bits);
-      const int page = entry < 0 || entry > args.last_page ? args.last_page : entry;
-      return page * args.page_rows + (key & ((1 << args.page_bits) - 1));
-    };
-    const int end = min(share.length, share.last * kMlaStep);
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
       const int key = step * kMlaStep, stage = ring.stage();
       // Copies without a key that counts are left out.
-      const int copies = (min(end - key, kMlaStep) + args.copy_rows - 1) / args.copy_rows;
+      const int keys = min(share.length - key, kMlaStep);
+      const int copies = (keys + args.copy_rows - 1) / args.copy_rows;
       const bool copies_one = loads && thread < copies;
-      const int row = copies_one ? row_at(key + own) : 0;
+      int row = 0;  // of the map
+      if (copies_one) {
+        const int first = key + own;
+        const int entry = load_strided(table, args.table_step, first >> args.page_bits);
+        const int page = entry < 0 || entry > args.last_page ? args.last_page : entry;
+        row = page * args.page_rows + (first & ((1 << args.page_bits) - 1));
+      }
       mbarrier_wait(memory.empty(half, stage), ring.parity() ^ 1);
       uint64_t* full =
           reinterpret_cast<uint64_t*>(pointer + (memory.full(half, stage) - memory.base));
@@ -91,12 +90,6 @@ __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUten
         } else {
           box_load(place, map, column(at), row, full);
         }
-      }
-      const int later = key + args.ahead * kMlaStep + own;
-      if (args.ahead > 0 && loads && later < end) {
-        const int next = row_at(later);
-#pragma unroll 1
-        for (int at = 0; at < blocks; ++at) box_prefetch(map, column(at), next);
       }
       __syncwarp();
     }

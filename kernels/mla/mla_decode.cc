@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/mla/mla_host.h"
@@ -197,9 +196,6 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->copy_rows = static_cast<int>(std::min<int64_t>(places, kMlaStep));
   args->pair = layout_of(*call.kv_cache) == MlaLayout::kSame && args->row_blocks % 2 == 0 &&
                args->copy_rows >= kMlaLeastBox;
-  if (std::getenv("TIERCEL_MLA_ALONE") != nullptr) args->pair = false;
-  const char* const ahead = std::getenv("TIERCEL_MLA_AHEAD");
-  args->ahead = ahead != nullptr ? std::atoi(ahead) : args->pair ? 2 : 0;
   if (args->pair) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }

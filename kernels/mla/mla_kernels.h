@@ -83,7 +83,6 @@ struct MlaDecodeArgs {
   int page_bits;     // log2 of a page's keys
   int page_rows;     // from a page to the next, in rows of the tensor map
   int copy_rows;     // keys of a copy
-  int ahead;         // steps from a load to the prefetch that goes with it; 0: none
   int row_groups;    // of mla_combine's threads: how many share a row
   bool pair;         // blocks of a lane are clusters of two, which load keys for each other
   bool by_sequence;  // entries of `shared`; by lane otherwise

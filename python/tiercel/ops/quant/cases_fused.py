@@ -28,7 +28,8 @@ def _results(case: Any, device: Any) -> Inputs:
     from tiercel.ops.quant.spec import scale_shape
 
     shape = (case["T"], case["N"])
-    scale = torch.full(scale_shape(*shape, case["scales"]), 0.02, device=device)
+    # Products of two normal values reach 30; e4m3 ends at 448.
+    scale = torch.full(scale_shape(*shape, case["scales"]), 0.1, device=device)
     return {"q": torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), "scale": scale}
 
 
@@ -95,7 +96,8 @@ def _activated(case: Any, inputs: Inputs) -> Any:
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """The same bytes as for fp8_quantize."""
+    """The same bytes as for fp8_quantize. Others may round to 16 bits on the way, which moves a value
+    to its neighbour."""
     q, scale = outputs
     if q.shape != inputs["q"].shape:
         raise WrongResult(f"shape {tuple(q.shape)}")
@@ -103,7 +105,8 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
         return Error(rms=0.0, maximum=0.0)
     across = -(-q.shape[1] // scale.shape[1])
     spread = scale.double().repeat_interleave(across, 1)[:, : q.shape[1]].expand(q.shape)
-    return _distance(q.double() * spread, expected, 2.0**-4 * 1.05, spread * 2.0**-10 * 1.05)
+    slack = 1.05 if launch.strict else 2.1
+    return _distance(q.double() * spread, expected, 2.0**-4 * slack, spread * 2.0**-10 * slack)
 
 
 BENCHES = [
