@@ -148,8 +148,6 @@ Status plan_ring(const char* op, Launch* launch) {
   args.stage_bytes = w4_moe_stage_bytes(args.block_tokens, kernel.rows);
   launch->dynamic_smem = static_cast<int64_t>(args.stages) * args.stage_bytes;
   if (kernel.tokens != kW4MoeFewTokens) return Status();
-  args.next_scales =
-      static_cast<int>((args.rows.group == 8 ? 32 : args.rows.half) * args.scales.scale_row);
   // Scales behind the end of a row are read, though not used.
   const int64_t scales =
       kernel.rows * args.scales.scale_row * (args.scales.zero == nullptr ? 1 : 2) + 16;

@@ -22,8 +22,8 @@
 //  - Blocks of 64 and 128 tokens: wgmma, 64 rows for each warpgroup, as in w4_linear's tiles
 //    (kernels/gemv/w4_tiles.cu). Three warpgroups, or two thread blocks, hide the latency of
 //    decoding. Scales are loaded some steps ahead, and stored in the form in which they multiply.
-//  - Nobody waits for the host: thread blocks beyond the blocks in use return. For a few ids
-//    there is no routing: each is a block.
+//  - Nobody waits for the host: thread blocks beyond the blocks in use return. Up to 16 ids there
+//    is no routing: each id is a block.
 //  - The second product reads the routing, scales and first weights while the first one ends: that
 //    lets it start only when the routing's launch has ended.
 #include <cstdint>
@@ -69,6 +69,16 @@ __device__ __forceinline__ float load_remote(const float* address, uint32_t rank
       : "=f"(v)
       : "r"(shared_address(address)), "r"(rank)
       : "memory");
+  return v;
+}
+
+// 16 bytes and 4, at an address from shared_address().
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
   return v;
 }
 
@@ -184,7 +194,7 @@ __device__ __forceinline__ void multiply_few(const W4MoeArgs& args, const FewRin
   for (; at < ring.end * kW4MoeStep; at += 2 * kW4MoeStep) {
     materialize_now(weights, x, met, at);
     uint32_t words[2][4], factors[2][2], addends[2] = {};
-    const uint32_t rows[2] = {scales, scales + args.next_scales};
+    const uint32_t rows[2] = {scales, scales + scale_place(args, 8) * scale_row};
     read_factors<kFloats, kBFloat16>(factors, addends, args, rows, 64 * scale_row, at);
     mbarrier_wait(met, parity);
 #pragma unroll
@@ -211,7 +221,7 @@ __device__ __forceinline__ void multiply_few(const W4MoeArgs& args, const FewRin
       }
     }
     __syncwarp();
-    if (elect_one()) arrive_at(met + kW4MoeFewStages * 8);
+    if (lane == 0) arrive_at(met + kW4MoeFewStages * 8);
     int further = 2;  // stages
     if (met + 16 >= last) further -= args.stages, parity ^= 1;
     weights += further * args.stage_bytes, x += further * args.stage_bytes, met += further * 8;

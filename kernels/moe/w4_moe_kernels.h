@@ -52,7 +52,6 @@ struct W4MoeArgs {
   int block_tokens;  // of a block of the routing
   int stages;        // even
   int stage_bytes;
-  int next_scales;  // bytes from a row's scales to those of the row that is 8 further in the tile
   W4MoeActivation activation;
   float alpha, limit;
   bool gated;

@@ -15,24 +15,6 @@ namespace tiercel {
 
 inline constexpr int kRowBytes = kW4MoeStep / 2;  // of a row of the weight in a stage
 
-// 16 bytes at an address from shared_address().
-__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
-}
-
-// One lane of a converged warp.
-__device__ __forceinline__ bool elect_one() {
-  uint32_t one;
-  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }"
-               : "=r"(one));
-  return one != 0;
-}
-
 // This thread's arrival, when all copies that it has started are there.
 __device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
@@ -204,19 +186,17 @@ struct FewRing {
   }
 };
 
-// Puts runs of 8 values, kApart bytes apart, in the order of decode_word(): 0 4, 2 6, 1 5, 3 7.
-template <int kRuns, int kApart>
+// Puts 8 values in the order of decode_word(): 0 4, 2 6, 1 5, 3 7.
 __device__ __forceinline__ void reorder_values(uint32_t at) {
-  uint4 v[kRuns];
-#pragma unroll
-  for (int i = 0; i < kRuns; ++i) v[i] = load_shared_16(at + i * kApart);
-#pragma unroll
-  for (int i = 0; i < kRuns; ++i) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at + i * kApart),
-                 "r"(__byte_perm(v[i].x, v[i].z, 0x5410)), "r"(__byte_perm(v[i].y, v[i].w, 0x5410)),
-                 "r"(__byte_perm(v[i].x, v[i].z, 0x7632)), "r"(__byte_perm(v[i].y, v[i].w, 0x7632))
-                 : "memory");
-  }
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at),
+               "r"(__byte_perm(v.x, v.z, 0x5410)), "r"(__byte_perm(v.y, v.w, 0x5410)),
+               "r"(__byte_perm(v.x, v.z, 0x7632)), "r"(__byte_perm(v.y, v.w, 0x7632))
+               : "memory");
 }
 
 // Fills the stages of each second step from `begin` + `first` to `end`: one warp. Tokens' rows of x
@@ -224,25 +204,24 @@ __device__ __forceinline__ void reorder_values(uint32_t at) {
 // step later, so that four warps need not.
 __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& ring,
                                          const char* const* rows, int present, int first) {
+  constexpr int kKept = 4;                        // row pointers in registers: 8 tokens
   constexpr int kPassBytes = 2 * kW4MoeStep * 2;  // two tokens
-  constexpr int kKept = 8;                        // row pointers in registers: 16 tokens
   const int lane = threadIdx.x % 32;
   const int chunk = lane % 16, token = lane / 16;
+  const int passes = (present + 1) / 2;
   const char* kept[kKept];
 #pragma unroll
   for (int i = 0; i < kKept; ++i) kept[i] = rows[token + i * 2];
   const uint32_t place =
       shared_address(ring.shared) + static_cast<uint32_t>(few_x_place(token, chunk));
-  // One pass for a token or two, or four, or eight, and then four by four; what is beyond the last
-  // token is a row that exists, in columns of padding.
   const auto finish = [&](int stage) {
     const uint32_t at = place + stage * args.stage_bytes;
-    if (present <= 2) {
-      reorder_values<1, kPassBytes>(at);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < present; i += 8) reorder_values<4, kPassBytes>(at + i / 2 * kPassBytes);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (i < passes) reorder_values(at + i * kPassBytes);
     }
+#pragma unroll 1
+    for (int i = kKept; i < passes; ++i) reorder_values(at + i * kPassBytes);
     mbarrier_arrive(ring.filled(stage));
   };
   int stage = first, last_stage = -1;
@@ -250,24 +229,18 @@ __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& r
 #pragma unroll 1
   for (int step = ring.begin + first; step < ring.end; step += 2) {
     mbarrier_wait(ring.freed(stage), parity);
-    if (step >= ring.begin + args.stages && elect_one()) ring.load_weights(args, step, stage);
+    if (step >= ring.begin + args.stages && lane == 0) ring.load_weights(args, step, stage);
     const int64_t at = step * kW4MoeStep + chunk * 8;
     const bool real = at < args.k;  // zeros behind the end of K
     const uint32_t to = place + stage * args.stage_bytes;
-    const auto copy = [&](int i, const char* row) {
-      async_copy_16(to + i * kPassBytes, row + at * 2, real);
-    };
-    copy(0, kept[0]);
-    if (present > 2) {
 #pragma unroll
-      for (int i = 1; i < 4; ++i) copy(i, kept[i]);
-    }
-    if (present > 8) {
-#pragma unroll
-      for (int i = 4; i < kKept; ++i) copy(i, kept[i]);
+    for (int i = 0; i < kKept; ++i) {
+      if (i < passes) async_copy_16(to + i * kPassBytes, kept[i] + at * 2, real);
     }
 #pragma unroll 1
-    for (int i = kKept; i * 2 < present; ++i) copy(i, rows[token + i * 2]);
+    for (int i = kKept; i < passes; ++i) {
+      async_copy_16(to + i * kPassBytes, rows[token + i * 2] + at * 2, real);
+    }
     async_copy_commit();
     if (last_stage >= 0) {
       async_copy_wait<1>();
