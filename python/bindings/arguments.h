@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "kernels/sm90/tensor_view.h"
+#include "python/bindings/native_launch.h"
 #include "python/bindings/tensor_from_python.h"
 
 namespace tiercel::python {
@@ -84,12 +85,32 @@ struct Field {
   bool may_be_none = false;    // a tensor
   bool may_be_absent = false;  // of the last arguments
   bool stream = false;         // the launch uses this tensor's device and stream
+  FieldKind kind = FieldKind::kOther;
+  bool keeps_default = false;         // None leaves the call's default
+  void* (*member)(Call*) = nullptr;   // a value's; null where it has a reader of its own
+  int last = 0;                       // of an enumerator: the largest one, and its bytes
+  size_t bytes = 0;
 };
+
+template <typename Value>
+constexpr FieldKind KindOf() {
+  return std::is_same_v<Value, bool>      ? FieldKind::kBool
+         : std::is_same_v<Value, int64_t> ? FieldKind::kInt
+         : std::is_same_v<Value, float>   ? FieldKind::kFloat32
+         : std::is_same_v<Value, double>  ? FieldKind::kFloat64
+                                          : FieldKind::kOther;
+}
+
+template <auto... kPath>
+void* AddressOf(ClassOf<kPath...>* call) {
+  return &MemberAt<kPath...>(*call);
+}
 
 template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> Tensor(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, "Any"};
+  field.kind = FieldKind::kTensor;
   field.tensor = [](Call* call, const TensorView* view) { MemberAt<kPath...>(*call) = view; };
   return field;
 }
@@ -107,6 +128,8 @@ template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> Value(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, TypeName<ValueOf<kPath...>>()};
+  field.kind = KindOf<ValueOf<kPath...>>();
+  field.member = AddressOf<kPath...>;
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     return ReadValue(object, op, label, &MemberAt<kPath...>(*call));
   };
@@ -118,6 +141,9 @@ template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> ValueOrNone(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, TypeName<std::optional<ValueOf<kPath...>>>()};
+  field.kind = KindOf<ValueOf<kPath...>>();
+  field.member = AddressOf<kPath...>;
+  field.keeps_default = true;
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     return object == Py_None || ReadValue(object, op, label, &MemberAt<kPath...>(*call));
   };
@@ -129,6 +155,10 @@ template <auto kLast, auto... kPath>
 constexpr Field<ClassOf<kPath...>> Index(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, "int"};
+  field.kind = FieldKind::kIndex;
+  field.member = AddressOf<kPath...>;
+  field.last = static_cast<int>(kLast);
+  field.bytes = sizeof(kLast);
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     int index = 0;
     if (!ReadIndex(object, op, label, static_cast<int>(kLast), &index)) return false;
@@ -201,7 +231,7 @@ struct Parameters {
   size_t count;
   Call call;
   const char* (*op_of)(const Call&);  // where the name depends on values, which are then read first
-  void (*after)();                    // after a launch or plan
+  void (*after)();                    // after a launch or plan, with or without the GIL
 
   constexpr size_t required() const {
     size_t number = 0;
