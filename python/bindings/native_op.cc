@@ -77,6 +77,8 @@ Hooks* hooks = nullptr;
 
 std::atomic<uint64_t> ready_devices{0};
 
+std::atomic<int64_t> calls_through_python{0};
+
 bool operator==(const NativeValue& a, const NativeValue& b) {
   if (a.kind != b.kind) return false;
   switch (a.kind) {
@@ -493,6 +495,7 @@ bool PutResult(PyObject* tensor, StackValue* to) {
 
 // False with a Python exception; the arguments are gone then, too.
 bool CallPython(const TorchShim& shim, const NativeOp& op, StackValue* stack, uint64_t results) {
+  calls_through_python.fetch_add(1, std::memory_order_relaxed);
   std::array<PyObject*, kMaxArguments> objects{};
   bool good = true;
   for (size_t place = 0; place < op.arguments.size(); ++place) {
@@ -796,7 +799,13 @@ PyObject* HasNativeOps(PyObject*, PyObject*) {
   return PyBool_FromLong(shim != nullptr && hooks != nullptr);
 }
 
+PyObject* CallsThroughPython(PyObject*, PyObject*) {
+  return PyLong_FromLongLong(calls_through_python.load());
+}
+
 PyMethodDef functions[] = {
+    {"calls_through_python", CallsThroughPython, METH_NOARGS,
+     "calls_through_python()\n--\n\nHow many calls of native operators went on to Python."},
     {"register_native",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(RegisterNative)),
      METH_VARARGS | METH_KEYWORDS,

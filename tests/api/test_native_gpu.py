@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that C++ calls without Python, on the GPU: from the dispatcher, in AOTInductor's packages
+and in Inductor's C++ wrappers."""
+
+import threading
+
+import pytest
+import torch
+from support import contract_calls as calls
+from support import stable_dispatch
+
+import tiercel
+from tiercel import _C
+from tiercel.core import native
+from tiercel.core.dispatch import operators
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
+    pytest.mark.skipif(not _C.has_native_ops(), reason="torch is older than 2.10"),
+]
+NATIVE = [op for op in calls.OPS if op in operators and op not in native.through_python]
+
+
+@pytest.fixture
+def no_python():
+    """Fails if a call goes on to Python."""
+    before = _C.calls_through_python()
+    yield
+    assert _C.calls_through_python() == before
+
+
+def in_c(op, values):
+    """The results of a call from C, or the arguments if they are what it writes."""
+    overload = operators[op].overload
+    given = calls.copied(values)
+    named = {k: v for k, v in given.items() if k in operators[op].argument_names}
+    with torch.no_grad():
+        result = stable_dispatch.call(overload, **named)
+    return tuple(given.values()) if op in calls.WRITING else result
+
+
+@pytest.mark.parametrize("op", NATIVE)
+def test_the_same_bits(op, no_python):
+    values = calls.without_defaults(op, calls.arguments(op, device="cuda"))
+    given = calls.copied(values)
+    expected = calls.function(op)(**given, **calls.AS_OPERATOR.get(op, {}))
+    if op in calls.WRITING:
+        expected = tuple(given.values())
+    got = in_c(op, values)
+    tensors = [t for t in calls.tensors_of(expected) if isinstance(t, torch.Tensor)]
+    calls.same([t for t in calls.tensors_of(got) if isinstance(t, torch.Tensor)], tensors)
+
+
+def test_most_operators_are_native():
+    assert len(NATIVE) > 25 and "rms_norm" in NATIVE and "kv_cache_write" in NATIVE
+
+
+def arguments():
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [torch.randn(*s, device="cuda", generator=generator) for s in ((64, 128), (128,))]
+    return [t.bfloat16() for t in made]
+
+
+def test_the_callers_stream(no_python):
+    """A thread that never had the GIL, a stream of its own, a graph."""
+    x, weight = arguments()
+    expected = tiercel.rms_norm(x, weight)
+    overload = torch.ops.tiercel.rms_norm.default
+    stream, out = torch.cuda.Stream(), []
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def work():
+        with torch.no_grad(), torch.cuda.stream(stream):
+            out.append(stable_dispatch.call(overload, x, weight))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    stream.synchronize()
+    assert torch.equal(out[0], expected)
+    graph, y = torch.cuda.CUDAGraph(), torch.zeros_like(x)
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y.copy_(stable_dispatch.call(overload, x, weight))
+    x.neg_()
+    graph.replay()
+    assert torch.equal(y, -expected)
+
+
+class Block(torch.nn.Module):
+    def forward(self, x, weight, residual):
+        y, residual = tiercel.rms_norm(x, weight, residual=residual)
+        gate = tiercel.silu_and_mul(y, residual)
+        return tiercel.rms_norm(gate, weight), tiercel.gelu(residual, approximate="tanh")
+
+
+def of_block():
+    x, weight = arguments()
+    values = (x, weight, x.flip(0))
+    return values, Block()(*values)
+
+
+def test_cpp_wrapper(no_python):
+    values, expected = of_block()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(Block(), options={"cpp_wrapper": True}, fullgraph=True)
+        calls.same(compiled(*values), expected)
+
+
+def test_aotinductor_package(tmp_path, no_python):
+    values, expected = of_block()
+    with torch.no_grad():
+        program = torch.export.export(Block(), values)
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "block.pt2")
+        )
+        runner = torch._inductor.aoti_load_package(path)
+        calls.same(runner(*values), expected)
+
+
+def test_gradients_go_through_python():
+    x, weight = (t.requires_grad_() for t in arguments())
+    out = stable_dispatch.call(torch.ops.tiercel.rms_norm.default, x, weight)
+    expected = tiercel.rms_norm(x, weight)
+    for got, due in zip(
+        torch.autograd.grad(out.float().square().sum(), (x, weight)),
+        torch.autograd.grad(expected.float().square().sum(), (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, due, rtol=2e-2, atol=2e-2)
