@@ -86,9 +86,9 @@ struct Field {
   bool may_be_absent = false;  // of the last arguments
   bool stream = false;         // the launch uses this tensor's device and stream
   FieldKind kind = FieldKind::kOther;
-  bool keeps_default = false;         // None leaves the call's default
-  void* (*member)(Call*) = nullptr;   // a value's; null where it has a reader of its own
-  int last = 0;                       // of an enumerator: the largest one, and its bytes
+  bool keeps_default = false;        // None leaves the call's default
+  void* (*member)(Call*) = nullptr;  // a value's; null where it has a reader of its own
+  int last = 0;                      // of an enumerator: the largest one, and its bytes
   size_t bytes = 0;
 };
 

@@ -33,8 +33,8 @@ namespace {
 // The type of EagerCall, for IsEagerCall.
 PyTypeObject* eager_call_type = nullptr;
 
-// Set by set_overriding: true if a backend was asked for outside of the call. Calls from C++ read it
-// without the GIL.
+// Set by set_overriding: true if a backend was asked for outside of the call. Calls from C++ read
+// it without the GIL.
 std::atomic<bool> overriding{false};
 
 // How many calls of this thread go to the dispatcher because they are not plain, and the exception

@@ -54,17 +54,17 @@ Found Find() {
   FIND(torch_delete_stable_ivalue);
   FIND(aoti_torch_get_current_cuda_stream);
   libraries.Find("_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb", &to.any_modes_set);
-  found.complete =
-      FIND(aoti_torch_library_init_impl) && FIND(torch_library_impl) &&
-      FIND(torch_call_dispatcher) && FIND(aoti_torch_check) &&
-      FIND(aoti_torch_grad_mode_is_enabled) && FIND(aoti_torch_get_data_ptr) &&
-      FIND(aoti_torch_get_dim) && FIND(aoti_torch_get_sizes) && FIND(aoti_torch_get_strides) &&
-      FIND(aoti_torch_get_dtype) && FIND(aoti_torch_get_layout) &&
-      FIND(aoti_torch_get_device_type) && FIND(aoti_torch_get_device_index) &&
-      FIND(aoti_torch_is_defined) && FIND(aoti_torch_empty_strided) &&
-      FIND(aoti_torch_new_tensor_handle) && FIND(aoti_torch_delete_tensor_object) &&
-      FIND(torch_string_c_str) && FIND(torch_delete_string) && FIND(aoti_torch_layout_strided) &&
-      FIND(aoti_torch_device_type_cpu) && FIND(aoti_torch_device_type_cuda);
+  found.complete = FIND(aoti_torch_library_init_impl) && FIND(torch_library_impl) &&
+                   FIND(torch_call_dispatcher) && FIND(aoti_torch_check) &&
+                   FIND(aoti_torch_grad_mode_is_enabled) && FIND(aoti_torch_get_data_ptr) &&
+                   FIND(aoti_torch_get_dim) && FIND(aoti_torch_get_sizes) &&
+                   FIND(aoti_torch_get_strides) && FIND(aoti_torch_get_dtype) &&
+                   FIND(aoti_torch_get_layout) && FIND(aoti_torch_get_device_type) &&
+                   FIND(aoti_torch_get_device_index) && FIND(aoti_torch_is_defined) &&
+                   FIND(aoti_torch_empty_strided) && FIND(aoti_torch_new_tensor_handle) &&
+                   FIND(aoti_torch_delete_tensor_object) && FIND(torch_string_c_str) &&
+                   FIND(torch_delete_string) && FIND(aoti_torch_layout_strided) &&
+                   FIND(aoti_torch_device_type_cpu) && FIND(aoti_torch_device_type_cuda);
 #undef FIND
   for (size_t i = 0; i < found.codes.size(); ++i) {
     found.codes[i] = CodeOf(libraries, dtype_name(static_cast<DType>(i)));

@@ -57,7 +57,8 @@ struct TorchShim {
   // the CPU have no streams.
   int32_t (*torch_delete_stable_ivalue)(StackValue* value);
   int32_t (*aoti_torch_get_current_cuda_stream)(int32_t device, void** stream);
-  // c10::impl::TorchDispatchModeTLS::any_modes_set, which has no C name; null where it is not found.
+  // c10::impl::TorchDispatchModeTLS::any_modes_set, which has no C name; null where it is not
+  // found.
   bool (*any_modes_set)(bool skip_infra_modes);
 };
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that C++ calls without Python, on the GPU: from the dispatcher, in AOTInductor's packages
+"""Operators that C++ calls without Python, on the GPU: by the dispatcher, in AOTInductor's packages
 and in Inductor's C++ wrappers."""
 
 import threading

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators as functions of torch's dispatcher that need no Python, through torch's stable C
-interface: 2.10 and newer. Calls from C++ (AOTInductor's packages, Inductor's C++ wrappers, programs)
-launch without the GIL then; those that are not plain go on to the Python functions."""
+interface: 2.10 and newer. Calls from C++ launch without the GIL then; those that are not plain go
+on to the Python functions."""
 
 from __future__ import annotations
 
