@@ -156,11 +156,6 @@ Status RunNative(const NativeValue* values, size_t count, void* stream) {
 }
 
 template <const auto& kParameters>
-FieldKind NativeKind(size_t argument) {
-  return kParameters.fields[argument].kind;
-}
-
-template <const auto& kParameters>
 constexpr size_t StreamArgument() {
   for (size_t i = 0; i < kParameters.count; ++i) {
     if (kParameters.fields[i].tensor == nullptr) continue;
@@ -170,9 +165,9 @@ constexpr size_t StreamArgument() {
 }
 
 template <const auto& kParameters, auto kLaunch>
-inline constexpr NativeLaunch kNativeLaunch{NativeKind<kParameters>, kParameters.required(),
-                                            kParameters.count, StreamArgument<kParameters>(),
-                                            RunNative<kParameters, kLaunch>};
+inline constexpr NativeLaunch kNativeLaunch{
+    &kParameters.fields[0].kind, sizeof(kParameters.fields[0]), kParameters.required(),
+    kParameters.count,           StreamArgument<kParameters>(), RunNative<kParameters, kLaunch>};
 
 // Null where a launch needs more than its arguments and a stream.
 template <const auto& kParameters, auto kLaunch, auto kCheck>

@@ -35,7 +35,13 @@ Status Unfit();
 
 // A launch of LaunchOf, for NativeValues.
 struct NativeLaunch {
-  FieldKind (*kind)(size_t argument);
+  FieldKind Kind(size_t argument) const {
+    const char* at = reinterpret_cast<const char*>(kinds) + argument * step;
+    return *reinterpret_cast<const FieldKind*>(at);
+  }
+
+  const FieldKind* kinds;  // the first argument's; the next one is `step` bytes on
+  size_t step;
   size_t required, count;  // of its arguments
   size_t stream;           // the argument whose device and stream it uses
   // kUnimplemented where the arguments do not fit. Needs no GIL.

@@ -24,7 +24,7 @@
 namespace tiercel::python {
 namespace {
 
-constexpr size_t kMostOps = 384;
+constexpr size_t kMostOps = 224;
 
 std::array<NativeOp*, kMostOps> registered{};
 size_t registered_count = 0;
@@ -103,7 +103,7 @@ const char* ReadSlots(NativeOp* op) {
   if (count < op->launch->required || count > op->launch->count) return "arguments are missing";
   for (size_t i = 0; i < count; ++i) {
     const Slot& slot = call.slots[i];
-    const FieldKind field = op->launch->kind(i);
+    const FieldKind field = op->launch->Kind(i);
     NativeSlot to{slot.kind, slot.index, {}, {}};
     if (slot.kind == Slot::kArgument) {
       if (const char* why = WhyNot(op->arguments[slot.index], field)) return why;
