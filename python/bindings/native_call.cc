@@ -152,12 +152,7 @@ class Arguments {
     values_[place].kind = NativeValue::kTensor;
     values_[place].tensor = &view;
     ++count_;
-    // A subclass may have no memory.
-    if (view.data != nullptr) return true;
-    for (int i = 0; i < view.ndim; ++i) {
-      if (sizes[i] == 0) return true;
-    }
-    return false;
+    return view.data != nullptr;  // a fake tensor has none; an empty one is left to Python with it
   }
 
   const TorchShim& shim_;
@@ -169,11 +164,15 @@ class Arguments {
   size_t count_ = 0;
 };
 
-// Calls one of torch's operators whose first argument is the tensor; the result is on the stack.
-bool CallTorch(const TorchShim& shim, const char* name, TensorHandle tensor, StackValue* stack) {
-  TensorHandle copy = nullptr;  // the dispatcher takes it
-  if (shim.aoti_torch_new_tensor_handle(tensor, &copy) != 0) return false;
-  stack[0] = reinterpret_cast<StackValue>(copy);
+// Calls one of torch's operators, whose first `count` arguments are the tensor; the result is on
+// the stack.
+bool CallTorch(const TorchShim& shim, const char* name, TensorHandle tensor, int count,
+               StackValue* stack) {
+  for (int i = 0; i < count; ++i) {
+    TensorHandle copy = nullptr;  // the dispatcher takes it
+    if (shim.aoti_torch_new_tensor_handle(tensor, &copy) != 0) return false;
+    stack[i] = reinterpret_cast<StackValue>(copy);
+  }
   return shim.torch_call_dispatcher(name, "", stack, kShimVersion) == 0;
 }
 
@@ -185,14 +184,14 @@ bool MayBeNegated(const TorchShim& shim, const TensorView& view, TensorHandle te
     return false;
   }
   StackValue stack[1];
-  return !CallTorch(shim, "aten::is_neg", tensor, stack) || (stack[0] & 0xFF) != 0;
+  return !CallTorch(shim, "aten::is_neg", tensor, 1, stack) || (stack[0] & 0xFF) != 0;
 }
 
-// A new version: transposing a dimension with itself changes nothing else, and no function of the
-// interface counts alone.
+// A new version: a copy of a tensor to itself does nothing else, and no function of the interface
+// counts alone.
 bool CountAsWritten(const TorchShim& shim, TensorHandle tensor) {
-  StackValue stack[3] = {0, 0, 0};
-  if (!CallTorch(shim, "aten::transpose_", tensor, stack)) return false;
+  StackValue stack[3] = {0, 0, 0};  // the last one: non_blocking
+  if (!CallTorch(shim, "aten::copy_", tensor, 2, stack)) return false;
   shim.aoti_torch_delete_tensor_object(reinterpret_cast<TensorHandle>(stack[0]));
   return true;
 }

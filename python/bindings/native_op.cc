@@ -290,7 +290,7 @@ PyMethodDef functions[] = {
      "set_native_device(device, ready, /)\n--\n\n"
      "Whether calls from C++ may use a CUDA device; -1 stands for all that were named."},
     {"has_native_ops", HasNativeOps, METH_NOARGS,
-     "has_native_ops()\n--\n\nWhether this torch has the interface: 2.10 and newer."},
+     "has_native_ops()\n--\n\nWhether operators are registered for calls without Python."},
     {nullptr, nullptr, 0, nullptr},
 };
 

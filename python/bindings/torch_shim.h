@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch's stable C interface, 2.10 and newer, declared here and looked up at run time: the module
-// includes and links nothing of torch's.
+// includes and links nothing of torch's. core/native.py names the releases that it is used with.
 #ifndef PYTHON_BINDINGS_TORCH_SHIM_H_
 #define PYTHON_BINDINGS_TORCH_SHIM_H_
 

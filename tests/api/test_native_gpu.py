@@ -2,7 +2,12 @@
 """Operators that C++ calls without Python, on the GPU: by the dispatcher, in AOTInductor's packages
 and in Inductor's C++ wrappers."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +23,7 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
-    pytest.mark.skipif(not _C.has_native_ops(), reason="torch is older than 2.10"),
+    pytest.mark.skipif(not _C.has_native_ops(), reason="torch is not in native.TESTED"),
 ]
 NATIVE = [op for op in calls.OPS if op in operators and op not in native.through_python]
 
@@ -88,36 +93,21 @@ def test_the_callers_stream(no_python):
     assert torch.equal(y, -expected)
 
 
-class Block(torch.nn.Module):
-    def forward(self, x, weight, residual):
-        y, residual = tiercel.rms_norm(x, weight, residual=residual)
-        gate = tiercel.silu_and_mul(y, residual)
-        return tiercel.rms_norm(gate, weight), tiercel.gelu(residual, approximate="tanh")
-
-
-def of_block():
-    x, weight = arguments()
-    values = (x, weight, x.flip(0))
-    return values, Block()(*values)
-
-
-def test_cpp_wrapper(no_python):
-    values, expected = of_block()
-    torch._dynamo.reset()
-    with torch.no_grad():
-        compiled = torch.compile(Block(), options={"cpp_wrapper": True}, fullgraph=True)
-        calls.same(compiled(*values), expected)
-
-
-def test_aotinductor_package(tmp_path, no_python):
-    values, expected = of_block()
-    with torch.no_grad():
-        program = torch.export.export(Block(), values)
-        path = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(tmp_path / "block.pt2")
-        )
-        runner = torch._inductor.aoti_load_package(path)
-        calls.same(runner(*values), expected)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("native_ops", ["1", "0"])
+@pytest.mark.parametrize("kind", ["wrapper", "package"])
+def test_compiled_graphs(kind, native_ops, tmp_path):
+    """Inductor's C++ wrapper and AOTInductor's packages; also with TIERCEL_NATIVE=0."""
+    program = Path(__file__).parents[1] / "support" / "native_compiled.py"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", program, kind, tmp_path],
+        env=os.environ | {"TIERCEL_NATIVE": native_ops},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [native_ops == "1", True, 0]
 
 
 def test_gradients_go_through_python():

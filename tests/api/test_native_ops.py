@@ -6,6 +6,8 @@ To write it again, with an installed wheel: python tests/api/test_native_ops.py
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,13 +37,39 @@ def test_reasons_are_stated():
     assert "native" in reasons and all(reason and "\n" not in reason for reason in reasons)
 
 
-def test_torch_has_the_interface():
+def test_versions():
+    """Only releases that were tested: a wrong guess crashes."""
+    from tiercel.core import native
+
+    for major, minor in native.TESTED:
+        for build in ("", "+cpu", "+cu130"):
+            assert native.is_tested(f"{major}.{minor}.1{build}")
+        for build in ("a0+git1", "a0+nv26.1", ".dev20260101", "+rocm7"):
+            assert not native.is_tested(f"{major}.{minor}.0{build}")
+    for other in ("2.9.1", "2.99.0", "3.11.0", "2.11"):
+        assert not native.is_tested(other)
+
+
+def test_the_switch():
     import torch
 
     from tiercel import _C
+    from tiercel.core import native
 
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert _C.has_native_ops() == (version >= (2, 10))
+    assert _C.has_native_ops() == native.is_tested(torch.__version__)
+    code = """
+import tiercel.ops, torch
+from tiercel import _C
+assert torch.equal(torch.ops.tiercel.silu(torch.zeros(2, 8)), torch.zeros(2, 8))
+print(_C.has_native_ops())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"TIERCEL_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 def test_wrong_descriptions_are_refused():

@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from support import emulated_module
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 assert "tiercel" not in sys.modules, "the module is replaced before tiercel is imported"
@@ -113,7 +114,7 @@ def test_what_is_checked_here_can_fail():
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("shape", [(5, 64), (64,), (2, 3, 40), (0, 8), (3, 4099)])
+@pytest.mark.parametrize("shape", [(5, 64), (64,), (2, 3, 40), (3, 4099)])
 def test_norms(dtype, shape):
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight, bias = (torch.randn(shape[-1]).to(dtype) for _ in range(2))
@@ -153,7 +154,7 @@ def test_written_results_have_a_new_version():
     assert natively("rms_norm.out", x, weight, out=out) is None
     near(out, in_python("rms_norm", x, weight))
     assert out._version == 1 and x._version == 0
-    gate, result = torch.randn(4, 32), torch.empty(4, 32)
+    gate, result = torch.randn(4, 32), torch.empty(4, 32).detach()
     natively("silu_and_mul.out", gate, x, out=result)
     near(result, in_python("silu_and_mul", gate, x))
     assert result._version == 1
@@ -241,7 +242,57 @@ def test_negated_and_odd_tensors():
         near(stable_dispatch.call(overload("silu"), z), in_python("silu", z.clone()))
     assert refused("silu", torch.randn(4, 32)[:, :24])  # Python makes it contiguous
     assert refused("rms_norm", torch.randn(4, 32).to_sparse())
+    assert refused("rms_norm", torch.randn(0, 32))  # has no memory, as a fake tensor
     assert refused("rms_norm", torch.randn(4, 32), torch.randn(7))
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_fake_and_meta_tensors(rows):
+    with ready(), FakeTensorMode() as mode:
+        x = torch.empty(rows, 32)
+        for out in (stable_dispatch.call(overload("rms_norm"), x), torch.ops.tiercel.rms_norm(x)):
+            assert isinstance(out, FakeTensor) and out.shape == (rows, 32)
+        assert out.fake_mode is mode
+    with ready():
+        assert isinstance(stable_dispatch.call(overload("rms_norm"), x), FakeTensor)
+        x = torch.empty(rows, 32, device="meta")
+        for out in (stable_dispatch.call(overload("rms_norm"), x), torch.ops.tiercel.rms_norm(x)):
+            assert out.is_meta and out.shape == (rows, 32)
+
+
+class Block(torch.nn.Module):
+    def forward(self, x, weight, residual):
+        y, residual = tiercel.rms_norm(x, weight, residual=residual)
+        return tiercel.silu_and_mul(y, residual)
+
+
+def of_block(rows):
+    return torch.randn(rows, 32), torch.randn(32), torch.randn(rows, 32)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_graphs_of_any_size(grad):
+    torch._dynamo.reset()
+    compiled = torch.compile(Block(), backend="aot_eager", dynamic=True, fullgraph=True)
+    with ready(), torch.set_grad_enabled(grad):
+        for rows in (4, 7):
+            values = of_block(rows)
+            values[1].requires_grad_(grad)
+            got, expected = compiled(*values), Block()(*values)
+            near(got, expected)
+            if grad:
+                grads = [torch.autograd.grad(t.sum(), values[1])[0] for t in (got, expected)]
+                torch.testing.assert_close(*grads)
+
+
+def test_exported_programs():
+    rows = torch.export.Dim("rows", min=2)
+    with ready():
+        program = torch.export.export(
+            Block(), of_block(4), dynamic_shapes=({0: rows}, None, {0: rows})
+        )
+        values = of_block(9)
+        near(program.module()(*values), Block()(*values))
 
 
 def test_a_device_that_is_not_ready():

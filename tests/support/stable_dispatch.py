@@ -12,6 +12,9 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# Each CDLL object has functions of its own, so a type that is set holds for this one alone.
+_malloc = ctypes.CDLL(None).malloc
+_malloc.restype, _malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 
 
 def _library():
@@ -50,8 +53,7 @@ def _text(value):
 
 def _boxed(value):
     if not hasattr(torch_library, "torch_new_stable_ivalue"):  # before 2.13: operator new
-        ctypes.CDLL(None).malloc.restype = ctypes.c_void_p
-        box = ctypes.c_void_p(ctypes.CDLL(None).malloc(8))
+        box = ctypes.c_void_p(_malloc(8))
     else:
         box = ctypes.c_void_p()
         torch_library.torch_new_stable_ivalue(ctypes.byref(box))
@@ -68,7 +70,7 @@ def _value(kind, value):
         return struct.unpack("<Q", struct.pack("<d", value))[0]
     if kind == "str":
         return _text(value)
-    if kind == "ScalarType":
+    if kind == "ScalarType" and isinstance(value, torch.dtype):  # a default is torch's code
         name = str(value).removeprefix("torch.")
         return getattr(torch_library, f"aoti_torch_dtype_{name}")()
     return int(value) & (1 << 64) - 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators as functions of torch's dispatcher that need no Python, through torch's stable C
-interface: 2.10 and newer. Calls from C++ launch without the GIL then; those that are not plain go
-on to the Python functions."""
+interface. Calls from C++ launch without the GIL then; those that are not plain go on to the Python
+functions. On a torch that is not in TESTED, and with TIERCEL_NATIVE=0, all calls go to them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import torch
 
 from tiercel import _C
 
+# Releases of torch on which tests/emulator/test_native.py passed. How values cross changes from one
+# to the next, and a wrong reading of them is a crash.
+TESTED = ((2, 11), (2, 13))
+
 # Operators that C++ calls through Python -> why.
 through_python: dict[str, str] = {}
 
@@ -21,8 +25,23 @@ _KINDS = {"Tensor", "int", "float", "bool", "ScalarType", "str"}
 
 os.register_at_fork(after_in_child=lambda: _C.set_native_device(-1, False))
 
+
+def is_tested(version: str) -> bool:
+    """Whether it is a release in TESTED: a vendor's or a nightly build's interface may differ."""
+    release = re.fullmatch(r"(\d+)\.(\d+)\.\d+(\+(cpu|cu\d+))?", version)
+    return release is not None and (int(release[1]), int(release[2])) in TESTED
+
+
+def _wanted() -> bool:
+    return os.environ.get("TIERCEL_NATIVE", "1").lower() not in ("", "0", "false", "no", "off")
+
+
 _aoti = getattr(torch._C, "_aoti", None)
-if hasattr(_aoti, "alloc_tensors_by_stealing_from_void_ptrs"):
+if (
+    _wanted()
+    and is_tested(str(torch.__version__))
+    and hasattr(_aoti, "alloc_tensors_by_stealing_from_void_ptrs")
+):
     _C.set_native_hooks(
         _aoti.alloc_tensors_by_stealing_from_void_ptrs,
         _aoti.unsafe_alloc_void_ptr_from_tensor,
