@@ -136,18 +136,8 @@ PyObject* RunLaunch(PyObject*, PyObject* const* values, Py_ssize_t count) {
 template <const auto& kParameters, auto kLaunch>
 Status RunNative(const NativeValue* values, size_t count, void* stream) {
   auto call = kParameters.call;
-  for (size_t i = 0; i < count; ++i) {
-    const auto& field = kParameters.fields[i];
-    const NativeValue& value = values[i];
-    const bool none = value.kind == NativeValue::kNone;
-    if (none && (field.may_be_none || field.keeps_default)) continue;
-    if (field.tensor != nullptr && value.kind == NativeValue::kTensor) {
-      field.tensor(&call, value.tensor);
-    } else if (field.member == nullptr ||
-               !StoreValue(value, field.kind, field.last, field.bytes, field.member(&call))) {
-      return Unfit();
-    }
-  }
+  const FieldRules rules{&kParameters.fields[0].rule, sizeof(kParameters.fields[0])};
+  if (!FillCall(rules, values, count, &call)) return Unfit();
   Status status = kLaunch(call, stream);
   if constexpr (kParameters.after != nullptr) {
     if (status.ok()) kParameters.after();
@@ -158,7 +148,7 @@ Status RunNative(const NativeValue* values, size_t count, void* stream) {
 template <const auto& kParameters>
 constexpr size_t StreamArgument() {
   for (size_t i = 0; i < kParameters.count; ++i) {
-    if (kParameters.fields[i].tensor == nullptr) continue;
+    if (!kParameters.fields[i].is_tensor()) continue;
     if (kParameters.tensors(i) == kParameters.stream()) return i;
   }
   return 0;
@@ -166,8 +156,11 @@ constexpr size_t StreamArgument() {
 
 template <const auto& kParameters, auto kLaunch>
 inline constexpr NativeLaunch kNativeLaunch{
-    &kParameters.fields[0].kind, sizeof(kParameters.fields[0]), kParameters.required(),
-    kParameters.count,           StreamArgument<kParameters>(), RunNative<kParameters, kLaunch>};
+    {&kParameters.fields[0].rule, sizeof(kParameters.fields[0])},
+    kParameters.required(),
+    kParameters.count,
+    StreamArgument<kParameters>(),
+    RunNative<kParameters, kLaunch>};
 
 // Null where a launch needs more than its arguments and a stream.
 template <const auto& kParameters, auto kLaunch, auto kCheck>

@@ -12,15 +12,12 @@ bool Write(Value value, void* member) {
   return true;
 }
 
-}  // namespace
-
-Status Unfit() { return Status::Unimplemented("an argument is left to Python"); }
-
-bool StoreValue(const NativeValue& value, FieldKind kind, int last, size_t bytes, void* member) {
+// A value that is no tensor.
+bool StoreValue(const NativeValue& value, const FieldRule& rule, void* member) {
   const bool whole = value.kind == NativeValue::kInt;
   const bool number = whole || value.kind == NativeValue::kFloat;
   const double real = whole ? static_cast<double>(value.number) : value.real;
-  switch (kind) {
+  switch (rule.kind) {
     case FieldKind::kBool:
       return value.kind == NativeValue::kBool && Write(value.number != 0, member);
     case FieldKind::kInt:
@@ -30,14 +27,34 @@ bool StoreValue(const NativeValue& value, FieldKind kind, int last, size_t bytes
     case FieldKind::kFloat32:
       return number && Write(static_cast<float>(real), member);
     case FieldKind::kIndex:
-      if (!whole || value.number < 0 || value.number > last) return false;
-      std::memcpy(member, &value.number, bytes);  // the lower bytes come first
+      if (!whole || value.number < 0 || value.number > rule.last) return false;
+      std::memcpy(member, &value.number, rule.bytes);  // the lower bytes come first
       return true;
     case FieldKind::kTensor:
     case FieldKind::kOther:
       break;
   }
   return false;
+}
+
+}  // namespace
+
+Status Unfit() { return Status::Unimplemented("an argument is left to Python"); }
+
+bool FillCall(const FieldRules& rules, const NativeValue* values, size_t count, void* call) {
+  for (size_t i = 0; i < count; ++i) {
+    const FieldRule& rule = rules[i];
+    const NativeValue& value = values[i];
+    if (value.kind == NativeValue::kNone && (rule.may_be_none || rule.keeps_default)) continue;
+    if (rule.member == nullptr) return false;
+    void* member = rule.member(call);
+    if (rule.kind == FieldKind::kTensor && value.kind == NativeValue::kTensor) {
+      std::memcpy(member, &value.tensor, sizeof(value.tensor));
+    } else if (!StoreValue(value, rule, member)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace tiercel::python

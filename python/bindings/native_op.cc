@@ -103,7 +103,7 @@ const char* ReadSlots(NativeOp* op) {
   if (count < op->launch->required || count > op->launch->count) return "arguments are missing";
   for (size_t i = 0; i < count; ++i) {
     const Slot& slot = call.slots[i];
-    const FieldKind field = op->launch->Kind(i);
+    const FieldKind field = op->launch->rules[i].kind;
     NativeSlot to{slot.kind, slot.index, {}, {}};
     if (slot.kind == Slot::kArgument) {
       if (const char* why = WhyNot(op->arguments[slot.index], field)) return why;
