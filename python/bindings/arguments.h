@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "kernels/sm90/tensor_view.h"
+#include "python/bindings/native_launch.h"
 #include "python/bindings/tensor_from_python.h"
 
 namespace tiercel::python {
@@ -74,23 +75,39 @@ template <auto... kPath>
 using ValueOf = std::remove_cv_t<
     std::remove_reference_t<decltype(MemberAt<kPath...>(std::declval<ClassOf<kPath...>&>()))>>;
 
-// One argument of a function whose arguments fill a `Call`. Either `tensor` or `value` is set.
+// One argument of a function whose arguments fill a `Call`: a tensor by `rule`, else by `value`.
 template <typename Call>
 struct Field {
   const char* name = nullptr;
   const char* type = nullptr;
-  void (*tensor)(Call*, const TensorView*) = nullptr;
   bool (*value)(PyObject*, const char* op, const char* name, Call*) = nullptr;
-  bool may_be_none = false;    // a tensor
   bool may_be_absent = false;  // of the last arguments
   bool stream = false;         // the launch uses this tensor's device and stream
+  FieldRule rule = {};
+
+  constexpr bool is_tensor() const { return rule.kind == FieldKind::kTensor; }
 };
+
+template <typename Value>
+constexpr FieldKind KindOf() {
+  return std::is_same_v<Value, bool>      ? FieldKind::kBool
+         : std::is_same_v<Value, int64_t> ? FieldKind::kInt
+         : std::is_same_v<Value, float>   ? FieldKind::kFloat32
+         : std::is_same_v<Value, double>  ? FieldKind::kFloat64
+                                          : FieldKind::kOther;
+}
+
+template <auto... kPath>
+void* AddressOf(void* call) {
+  return &MemberAt<kPath...>(*static_cast<ClassOf<kPath...>*>(call));
+}
 
 template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> Tensor(const char* name) {
-  using Call = ClassOf<kPath...>;
-  Field<Call> field{name, "Any"};
-  field.tensor = [](Call* call, const TensorView* view) { MemberAt<kPath...>(*call) = view; };
+  static_assert(std::is_same_v<ValueOf<kPath...>, const TensorView*>);
+  Field<ClassOf<kPath...>> field{name, "Any"};
+  field.rule.kind = FieldKind::kTensor;
+  field.rule.member = AddressOf<kPath...>;
   return field;
 }
 
@@ -98,7 +115,7 @@ constexpr Field<ClassOf<kPath...>> Tensor(const char* name) {
 template <auto... kPath>
 constexpr auto Optional(const char* name) {
   auto field = Tensor<kPath...>(name);
-  field.may_be_none = true;
+  field.rule.may_be_none = true;
   return field;
 }
 
@@ -107,6 +124,8 @@ template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> Value(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, TypeName<ValueOf<kPath...>>()};
+  field.rule.kind = KindOf<ValueOf<kPath...>>();
+  field.rule.member = AddressOf<kPath...>;
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     return ReadValue(object, op, label, &MemberAt<kPath...>(*call));
   };
@@ -118,6 +137,9 @@ template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> ValueOrNone(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, TypeName<std::optional<ValueOf<kPath...>>>()};
+  field.rule.kind = KindOf<ValueOf<kPath...>>();
+  field.rule.member = AddressOf<kPath...>;
+  field.rule.keeps_default = true;
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     return object == Py_None || ReadValue(object, op, label, &MemberAt<kPath...>(*call));
   };
@@ -129,6 +151,10 @@ template <auto kLast, auto... kPath>
 constexpr Field<ClassOf<kPath...>> Index(const char* name) {
   using Call = ClassOf<kPath...>;
   Field<Call> field{name, "int"};
+  field.rule.kind = FieldKind::kIndex;
+  field.rule.member = AddressOf<kPath...>;
+  field.rule.last = static_cast<int>(kLast);
+  field.rule.bytes = sizeof(kLast);
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     int index = 0;
     if (!ReadIndex(object, op, label, static_cast<int>(kLast), &index)) return false;
@@ -201,7 +227,7 @@ struct Parameters {
   size_t count;
   Call call;
   const char* (*op_of)(const Call&);  // where the name depends on values, which are then read first
-  void (*after)();                    // after a launch or plan
+  void (*after)();                    // after a launch or plan, with or without the GIL
 
   constexpr size_t required() const {
     size_t number = 0;
@@ -210,7 +236,7 @@ struct Parameters {
   }
   constexpr size_t tensors(size_t before) const {
     size_t number = 0;
-    for (size_t i = 0; i < before; ++i) number += fields[i].tensor != nullptr ? 1 : 0;
+    for (size_t i = 0; i < before; ++i) number += fields[i].is_tensor() ? 1 : 0;
     return number;
   }
   // The tensor whose device and stream a launch uses: the first, if none is marked.
@@ -261,12 +287,12 @@ class Parsed {
     constexpr Field<Call> kOf = kParameters.fields[kField];
     if (kOf.may_be_absent && static_cast<Py_ssize_t>(kField) >= count) return true;
     PyObject* object = values[kField];
-    if constexpr (kOf.tensor != nullptr && kTensors) {
-      if (kOf.may_be_none && object == Py_None) return true;
+    if constexpr (kOf.is_tensor() && kTensors) {
+      if (kOf.rule.may_be_none && object == Py_None) return true;
       PythonTensor& tensor = tensors[kParameters.tensors(kField)];
       if (!tensor.Read(object, op, kOf.name)) return false;
-      kOf.tensor(call, &tensor.view());
-    } else if constexpr (kOf.tensor == nullptr && kValues) {
+      *static_cast<const TensorView**>(kOf.rule.member(call)) = &tensor.view();
+    } else if constexpr (!kOf.is_tensor() && kValues) {
       return kOf.value(object, op, kOf.name, call);
     }
     return true;

@@ -19,90 +19,28 @@
 #include <structmember.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "python/bindings/allocate.h"
 #include "python/bindings/eager.h"
+#include "python/bindings/eager_rules.h"
 
 namespace tiercel::python {
 namespace {
 
-constexpr Py_ssize_t kMaxArguments = 32;
-constexpr Py_ssize_t kMaxTensors = 16;
-constexpr Py_ssize_t kMaxOutputs = 5;
-constexpr Py_ssize_t kMaxSlots = 32;
-constexpr Py_ssize_t kMaxSizes = 4;
-constexpr Py_ssize_t kMaxRules = 16;
-
 // The type of EagerCall, for IsEagerCall.
 PyTypeObject* eager_call_type = nullptr;
 
-// Set by set_overriding: true if a backend was asked for outside of the call.
-bool overriding = false;
+// Set by set_overriding: true if a backend was asked for outside of the call. Calls from C++ read
+// it without the GIL.
+std::atomic<bool> overriding{false};
 
-// One argument of the native function.
-struct Slot {
-  enum Kind { kArgument, kOutput, kLookup, kConstant } kind;
-  Py_ssize_t index;
-  PyObject* value;  // the table of a lookup, or a constant
-};
-
-// A size of an output: argument `place`'s dimension `dim`, or its value if it is an int, divided by
-// `divisor` unless argument `unless` (-1: none) is given.
-struct Size {
-  Py_ssize_t place, dim;
-  long long divisor;
-  Py_ssize_t unless;
-};
-
-// A contiguous output on the device of argument `like`.
-struct Output {
-  Py_ssize_t like;
-  PyObject* dtype;  // null: that of argument `dtype_place`, or the dtype that it is
-  Py_ssize_t dtype_place;
-  PyObject* other_dtype;  // if argument `other_place` is given; null: never
-  Py_ssize_t other_place;
-  PyObject* unwanted;  // a dtype that `instead` takes the place of; null: none
-  PyObject* instead;
-  bool batched;  // begins with all dimensions of `like` but the last `dropped`
-  Py_ssize_t dropped;
-  Py_ssize_t count;
-  Size sizes[kMaxSizes];
-};
-
-// Argument `place` has `rank` dimensions.
-struct Rank {
-  Py_ssize_t place, rank;
-};
-
-// Dimension `dim` of argument `place` is the int argument `number`.
-struct Equal {
-  Py_ssize_t place, dim, number;
-};
-
-// An operator's own; lives as long as the process.
-struct EagerCall {
-  PyObject_HEAD vectorcallfunc vectorcall;
-  Py_ssize_t count;  // of the operator's arguments, `backend` last
-  Py_ssize_t tensor_count;
-  Py_ssize_t tensors[kMaxTensors];  // places of the tensor arguments, which may be None
-  PyObject* mutated;                // places of the arguments that are written to, a tuple
-  PyObject* ready;                  // set of devices that sm90 runs on
-  PyObject* run;                    // sm90 in Python: (*arguments) -> outputs
-  PyObject* recover;                // (error, backend, arguments) -> outputs, or raises
-  PyObject* fallback;               // (*arguments) -> outputs: every other call
-  PyObject* increment_version;
-  PyObject* name_sm90;
-  PyObject* native;     // a function of this module, or None: `run` is called
-  bool returns;         // the native function returns the outputs itself
-  uint64_t contiguous;  // bit i: argument i is contiguous
-  uint64_t absent;      // bit i: argument i is None
-  Py_ssize_t slot_count, output_count, rank_count, equal_count;
-  Slot slots[kMaxSlots];
-  Output outputs[kMaxOutputs];
-  Rank ranks[kMaxRules];
-  Equal equals[kMaxRules];
-};
+// How many calls of this thread go to the dispatcher because they are not plain, and the exception
+// of the innermost that C++ code then carried.
+thread_local int watched_calls = 0;
+thread_local PyObject* carried_error = nullptr;
 
 // The tensor arguments of one call that are not None, read once.
 class Tensors {
@@ -201,16 +139,6 @@ bool CountAsWritten(const EagerCall* self, PyObject* const* args) {
   return none != nullptr;
 }
 
-bool IsContiguous(const TensorView& view) {
-  int64_t step = 1;
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    if (view.shape[i] == 0) return true;
-    if (view.shape[i] != 1 && view.strides[i] != step) return false;
-    step *= view.shape[i];
-  }
-  return true;
-}
-
 // False without a Python exception where it is not an int.
 bool ReadInt(PyObject* value, long long* number) {
   if (!PyLong_CheckExact(value)) return false;
@@ -222,48 +150,19 @@ bool ReadInt(PyObject* value, long long* number) {
   return true;
 }
 
-bool HasPlainLayout(const EagerCall* self, PyObject* const* args, const Tensors& tensors) {
-  for (Py_ssize_t i = 0; i < self->tensor_count; ++i) {
-    const Py_ssize_t place = self->tensors[i];
-    if (args[place] == Py_None) continue;
-    if (self->absent >> place & 1) return false;
-    const TensorView* view = tensors.view(place);
-    if (view == nullptr) return false;
-    if ((self->contiguous >> place & 1) && !IsContiguous(*view)) return false;
+// The arguments of one call, for the rules of eager_rules.h.
+struct Arguments {
+  bool IsGiven(Py_ssize_t place) const { return args[place] != Py_None; }
+  const TensorView* view(Py_ssize_t place) const { return tensors.view(place); }
+  bool ReadInt(Py_ssize_t place, long long* number) const {
+    return python::ReadInt(args[place], number);
   }
-  for (Py_ssize_t i = 0; i < self->rank_count; ++i) {
-    const TensorView* view = tensors.view(self->ranks[i].place);
-    if (view == nullptr || view->ndim != self->ranks[i].rank) return false;
-  }
-  for (Py_ssize_t i = 0; i < self->equal_count; ++i) {
-    const Equal& rule = self->equals[i];
-    const TensorView* view = tensors.view(rule.place);
-    long long number = 0;
-    if (view == nullptr || rule.dim >= view->ndim || !ReadInt(args[rule.number], &number) ||
-        view->shape[rule.dim] != number) {
-      return false;
-    }
-  }
-  return true;
-}
+
+  PyObject* const* args;
+  const Tensors& tensors;
+};
 
 // The next three return null without a Python exception where the call is not the plain case.
-
-bool SizeOf(const Size& size, PyObject* const* args, const Tensors& tensors, int64_t* value) {
-  if (const TensorView* view = tensors.view(size.place)) {
-    const Py_ssize_t dim = size.dim < 0 ? size.dim + view->ndim : size.dim;
-    if (dim < 0 || dim >= view->ndim) return false;
-    *value = view->shape[dim];
-  } else {
-    long long number = 0;
-    if (!ReadInt(args[size.place], &number) || number < 0) return false;
-    *value = number;
-  }
-  if (size.divisor == 1 || (size.unless >= 0 && args[size.unless] != Py_None)) return true;
-  if (*value % size.divisor != 0) return false;
-  *value /= size.divisor;
-  return true;
-}
 
 PyObject* SizesOf(const Output& output, PyObject* const* args, const Tensors& tensors) {
   const TensorView& like = *tensors.view(output.like);
@@ -273,7 +172,7 @@ PyObject* SizesOf(const Output& output, PyObject* const* args, const Tensors& te
   for (Py_ssize_t i = 0; sizes != nullptr && i < batch + output.count; ++i) {
     int64_t value = i < batch ? like.shape[i] : 0;
     PyObject* size = nullptr;
-    if (i < batch || SizeOf(output.sizes[i - batch], args, tensors, &value)) {
+    if (i < batch || SizeOf(output.sizes[i - batch], Arguments{args, tensors}, &value)) {
       size = PyLong_FromLongLong(value);
     }
     if (size != nullptr) {
@@ -335,7 +234,7 @@ PyObject* Pack(const EagerCall* self, PyObject* const* outputs) {
 // and nothing was done.
 PyObject* Launch(const EagerCall* self, PyObject* const* args, const Tensors& tensors,
                  bool* plain) {
-  *plain = HasPlainLayout(self, args, tensors);
+  *plain = HasPlainLayout(*self, Arguments{args, tensors});
   if (!*plain) return nullptr;
   std::array<PyObject*, kMaxOutputs> outputs;
   Py_ssize_t made = 0;
@@ -489,9 +388,25 @@ bool Fill(const EagerFilled* self, PyObject* const* args, Py_ssize_t given, PyOb
   return true;
 }
 
+// The call that goes to the dispatcher, or to Python.
+PyObject* CallWatched(const EagerFilled* self, PyObject* const* args, size_t flags,
+                      PyObject* names) {
+  if (!self->stands_in) return PyObject_Vectorcall(self->fallback, args, flags, names);
+  ++watched_calls;
+  PyObject* outputs = PyObject_Vectorcall(self->fallback, args, flags, names);
+  --watched_calls;
+  PyObject* error = std::exchange(carried_error, nullptr);
+  if (outputs == nullptr && error != nullptr) {
+    PyErr_Clear();
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  }
+  Py_XDECREF(error);
+  return outputs;
+}
+
 PyObject* CallFilled(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
   const auto* self = reinterpret_cast<const EagerFilled*>(object);
-  const auto elsewhere = [&] { return PyObject_Vectorcall(self->fallback, args, flags, names); };
+  const auto elsewhere = [&] { return CallWatched(self, args, flags, names); };
   std::array<PyObject*, kMaxArguments> all{};
   if (!Fill(self, args, PyVectorcall_NARGS(flags), names, all.data())) return elsewhere();
   if (!self->stands_in) {
@@ -683,7 +598,7 @@ PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
 PyObject* SetOverriding(PyObject*, PyObject* value) {
   const int truth = PyObject_IsTrue(value);
   if (truth < 0) return nullptr;
-  overriding = truth != 0;
+  overriding.store(truth != 0, std::memory_order_relaxed);
   Py_RETURN_NONE;
 }
 
@@ -712,12 +627,6 @@ PyType_Slot type_slots[] = {
 
 PyType_Spec type_spec = {"tiercel._C.EagerCall", sizeof(EagerCall), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, type_slots};
-
-bool IsEagerCall(PyObject* call) {
-  if (Py_TYPE(call) == eager_call_type) return true;
-  PyErr_SetString(PyExc_TypeError, "the call must be an EagerCall");
-  return false;
-}
 
 PyObject* NewInto(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   static const char* names[] = {"", "", "", nullptr};
@@ -822,6 +731,26 @@ PyMethodDef functions[] = {
 };
 
 }  // namespace
+
+bool IsEagerCall(PyObject* call) {
+  if (Py_TYPE(call) == eager_call_type) return true;
+  PyErr_SetString(PyExc_TypeError, "the call must be an EagerCall");
+  return false;
+}
+
+bool IsOverriding() { return overriding.load(std::memory_order_relaxed); }
+
+bool IsWatchedCall() { return watched_calls > 0; }
+
+void CarryError() {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr && error != nullptr) PyException_SetTraceback(error, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  Py_XSETREF(carried_error, error);
+}
 
 PyObject* MakeEagerCallType() {
   PyObject* type = PyType_FromSpec(&type_spec);

@@ -85,6 +85,18 @@ int AddFamilies(PyObject* module) {
   return PyModule_AddFunctions(module, methods->data());
 }
 
+const NativeLaunch* NativeLaunchFor(PyObject* function) {
+  if (!PyCFunction_Check(function)) return nullptr;
+  const PyCFunction called = PyCFunction_GetFunction(function);
+  for (const Family* family = first_family; family != nullptr; family = family->next_) {
+    for (size_t i = 0; i < family->count_; ++i) {
+      const Function& one = family->functions_[i];
+      if (one.call != nullptr && AsMethod(one.call) == called) return one.native;
+    }
+  }
+  return nullptr;
+}
+
 std::string StubOfFamilies() {
   std::map<std::string, std::string> plans, functions;
   for (const Family* family = first_family; family != nullptr; family = family->next_) {

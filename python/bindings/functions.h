@@ -16,6 +16,7 @@
 #include "kernels/sm90/status.h"
 #include "python/bindings/arguments.h"
 #include "python/bindings/call.h"
+#include "python/bindings/native_launch.h"
 
 namespace tiercel::python {
 
@@ -85,6 +86,7 @@ struct Function {
   const char* arguments = "";
   void (*declare)(std::string*) = nullptr;
   PyCFunction call_one = nullptr;
+  const NativeLaunch* native = nullptr;  // the same launch without Python, if there is one
 };
 
 void DescribeArgument(std::string* text, const char* name, const char* type, bool may_be_absent);
@@ -129,6 +131,46 @@ PyObject* RunLaunch(PyObject*, PyObject* const* values, Py_ssize_t count) {
     if (result != nullptr) kParameters.after();
   }
   return result;
+}
+
+template <const auto& kParameters, auto kLaunch>
+Status RunNative(const NativeValue* values, size_t count, void* stream) {
+  auto call = kParameters.call;
+  const FieldRules rules{&kParameters.fields[0].rule, sizeof(kParameters.fields[0])};
+  if (!FillCall(rules, values, count, &call)) return Unfit();
+  Status status = kLaunch(call, stream);
+  if constexpr (kParameters.after != nullptr) {
+    if (status.ok()) kParameters.after();
+  }
+  return status;
+}
+
+template <const auto& kParameters>
+constexpr size_t StreamArgument() {
+  for (size_t i = 0; i < kParameters.count; ++i) {
+    if (!kParameters.fields[i].is_tensor()) continue;
+    if (kParameters.tensors(i) == kParameters.stream()) return i;
+  }
+  return 0;
+}
+
+template <const auto& kParameters, auto kLaunch>
+inline constexpr NativeLaunch kNativeLaunch{
+    {&kParameters.fields[0].rule, sizeof(kParameters.fields[0])},
+    kParameters.required(),
+    kParameters.count,
+    StreamArgument<kParameters>(),
+    RunNative<kParameters, kLaunch>};
+
+// Null where a launch needs more than its arguments and a stream.
+template <const auto& kParameters, auto kLaunch, auto kCheck>
+constexpr const NativeLaunch* NativeLaunchOf() {
+  using Call = typename Parsed<kParameters>::Call;
+  if constexpr (std::is_null_pointer_v<decltype(kCheck)> &&
+                std::is_invocable_v<decltype(kLaunch), const Call&, void*>) {
+    return &kNativeLaunch<kParameters, kLaunch>;
+  }
+  return nullptr;
 }
 
 // The multiprocessors of the device that a tensor is on; an H100's where there is none to ask.
@@ -179,8 +221,15 @@ template <const auto& kParameters, auto kLaunch, auto kCheck = nullptr>
 constexpr Function LaunchOf(const char* name, const char* text) {
   using Call = typename Parsed<kParameters>::Call;
   constexpr bool kReturns = std::is_invocable_v<decltype(kLaunch), const Call&, void*, int64_t*>;
-  return {name, RunLaunch<kParameters, kLaunch, kCheck>, text, kReturns ? "int" : "None",
-          Describe<kParameters>};
+  return {name,
+          RunLaunch<kParameters, kLaunch, kCheck>,
+          text,
+          kReturns ? "int" : "None",
+          Describe<kParameters>,
+          "",
+          nullptr,
+          nullptr,
+          NativeLaunchOf<kParameters, kLaunch, kCheck>()};
 }
 
 inline constexpr char kPlanText[] =
@@ -236,6 +285,7 @@ class Family {
  private:
   friend int AddFamilies(PyObject* module);
   friend std::string StubOfFamilies();
+  friend const NativeLaunch* NativeLaunchFor(PyObject* function);
 
   const Function* functions_;
   size_t count_;
@@ -244,6 +294,9 @@ class Family {
 
 // Adds all functions of all families. Not zero with a Python exception.
 int AddFamilies(PyObject* module);
+
+// The launch that a function of this module makes, without Python; null where there is none.
+const NativeLaunch* NativeLaunchFor(PyObject* function);
 
 // Their declarations in the module's stub.
 std::string StubOfFamilies();

@@ -11,6 +11,7 @@
 #include "python/bindings/functions.h"
 #include "python/bindings/invariant.h"
 #include "python/bindings/jit.h"
+#include "python/bindings/native_op.h"
 #include "python/bindings/reference.h"
 
 namespace tiercel::python {
@@ -71,7 +72,7 @@ bool AddType(PyObject* module, const char* name, PyObject* made) {
 
 bool AddAll(PyObject* module) {
   for (PyMethodDef* all : {functions, AllocateFunctions(), EagerFunctions(), EagerCallFunctions(),
-                           InvariantFunctions(), JitFunctions()}) {
+                           InvariantFunctions(), JitFunctions(), NativeOpFunctions()}) {
     if (PyModule_AddFunctions(module, all) != 0) return false;
   }
   return AddFamilies(module) == 0 && AddType(module, "EagerCall", MakeEagerCallType()) &&

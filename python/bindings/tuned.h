@@ -132,11 +132,14 @@ PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* v
   Py_RETURN_NONE;
 }
 
-// Says once, through tiercel's logging, that a problem has no tuned configuration.
+// Says once, through tiercel's logging, that a problem has no tuned configuration. Needs no GIL.
 template <typename Config>
 void HintOnce(TunedTable<Config>& table, const char* op) {
   TunedProblem problem;
-  if (table.take_miss(&problem)) Hint(op, problem);
+  if (!table.take_miss(&problem)) return;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  Hint(op, problem);
+  PyGILState_Release(state);
 }
 
 }  // namespace tiercel::python

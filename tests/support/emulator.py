@@ -7,13 +7,12 @@ tensors; `kernels` is tiercel._C likewise. What a kernel touches beyond the tens
 
 import contextlib
 import ctypes
-import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
 
 import torch
+from support import emulated_module
 from support.dlpack_tensor import as_cuda
 
 driver = ctypes.CDLL(os.environ["TIERCEL_LIBCUDA"])
@@ -59,11 +58,7 @@ def _on_emulator(function):
 
 def _load():
     """tiercel._C whose functions take CPU tensors for a GPU's."""
-    loader = importlib.machinery.ExtensionFileLoader(
-        "tiercel._C", os.environ["TIERCEL_EMULATED_MODULE"]
-    )
-    real = importlib.util.module_from_spec(importlib.util.spec_from_loader("tiercel._C", loader))
-    loader.exec_module(real)
+    real = emulated_module.load()
     module = types.ModuleType("tiercel._C")
     for name, value in vars(real).items():
         launches = isinstance(value, types.BuiltinFunctionType) and name not in ("empty", "route")

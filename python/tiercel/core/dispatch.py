@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiercel import _C
-from tiercel.core import index_checks, invariance, platform, selection
+from tiercel.core import index_checks, invariance, native, platform, selection
 from tiercel.core.checks import check_dense
 from tiercel.core.eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
 from tiercel.core.platform import Reason
@@ -188,6 +188,8 @@ class Operator:
         library.impl(name, self._filled(self.below), "CompositeExplicitAutograd")
         library.impl(name, self._filled(from_dispatcher), "Autograd")
         torch.library.register_fake(f"tiercel::{name}", self._filled(checked_fake), lib=library)
+        if not checked:
+            native.register(name, self.overload, self.argument_names, *self.eager_calls[:0:-1])
         operators[name] = self
         self._stand_in(operators[packet])
 

@@ -56,6 +56,7 @@ def why_not(device: torch.device) -> Reason | None:
                 index, torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
             )
             ready.add(index)
+            _C.set_native_device(index, True)
             return None
         _refused[index] = reason
     return _refused[index]
