@@ -22,6 +22,7 @@ constexpr int kDirectTokens = 8;          // of their blocks
 constexpr int kTogether = 3;              // blocks of few tokens that share a multiprocessor
 constexpr int kPlaces = kTogether * 132;  // of them, on an H100 or H200
 constexpr int kPartSteps = 4;             // of K, at least, for each part
+constexpr int kTurns = 2;                 // tiles of a thread block where there are many
 constexpr int kMultiprocessorShared = 228 * 1024;
 constexpr int kBlockShared = 2048;  // of it, a block takes beside its dynamic memory
 
@@ -36,7 +37,7 @@ struct Launch {
 
   LaunchConfig config() const {
     LaunchConfig config;
-    config.grid.x = static_cast<uint32_t>(blocks * args.row_tiles * parts);
+    config.grid.x = static_cast<uint32_t>(blocks * args.strips * parts);
     config.cluster.x = static_cast<uint32_t>(parts);
     config.block.x = static_cast<uint32_t>(w4_moe_threads(kernel->rows));
     config.dynamic_smem = static_cast<uint32_t>(dynamic_smem);
@@ -139,28 +140,40 @@ Status check_routing(const char* op, const W4MoeCall& call, const Argument& x, i
   return check_shape({op, names[1], *lists[1]}, {*blocks}, "[slots / block_size]");
 }
 
-// The stages of a thread block of few tokens, beside the scales of its tile: as many as fit if
-// three share a multiprocessor, or if fewer do.
+// The stages of a thread block of few tokens, beside the scales of its tiles and their sums: as
+// many as fit if three share a multiprocessor, or if fewer do.
 Status plan_ring(const char* op, Launch* launch) {
   W4MoeArgs& args = launch->args;
   const W4MoeKernel& kernel = *launch->kernel;
   args.stages = kernel.stages;
+  args.turns = 1;
+  args.strips = args.row_tiles;
   args.stage_bytes = w4_moe_stage_bytes(args.block_tokens, kernel.rows);
   launch->dynamic_smem = static_cast<int64_t>(args.stages) * args.stage_bytes;
   if (kernel.tokens != kW4MoeFewTokens) return Status();
-  args.next_scales =
-      static_cast<int>((args.rows.group == 8 ? 32 : args.rows.half) * args.scales.scale_row);
-  // Scales behind the end of a row are read, though not used.
-  const int64_t scales =
-      kernel.rows * args.scales.scale_row * (args.scales.zero == nullptr ? 1 : 2) + 16;
+  const int64_t sums = args.block_tokens * (kernel.rows + 4) * 4;
+  const int64_t tile_scales =
+      kernel.rows * args.scales.scale_row * (args.scales.zero == nullptr ? 1 : 2);
+  // A second tile begins without a wait, but two at a time leave more places empty at the end.
+  const bool many =
+      args.slots != nullptr && launch->blocks * args.row_tiles >= 2 * kTurns * kPlaces;
   for (int together = kTogether; together > 0; --together) {
-    const int64_t shared =
-        std::min(kW4MoeMostShared, kMultiprocessorShared / together - kBlockShared);
-    const int64_t stages = (shared - scales) / args.stage_bytes / 2 * 2;
-    if (stages < 4) continue;
-    args.stages = static_cast<int>(std::min<int64_t>(stages, kernel.stages));
-    launch->dynamic_smem = static_cast<int64_t>(args.stages) * args.stage_bytes + scales;
-    return Status();
+    for (int turns : {kTurns, 1}) {
+      if (turns > 1 && (!many || together < kTogether)) continue;
+      const int64_t scales = turns * tile_scales + 16;  // what is behind a row's end is read, too
+      const int64_t shared =
+          std::min(kW4MoeMostShared, kMultiprocessorShared / together - kBlockShared);
+      const int64_t stages = (shared - scales - sums) / args.stage_bytes / 2 * 2;
+      if (stages < 4) continue;
+      args.stages = static_cast<int>(std::min<int64_t>(stages, kernel.stages));
+      args.turns = turns;
+      args.strips = static_cast<int>(ceil_div(args.row_tiles, turns));
+      args.sums = static_cast<int>(static_cast<int64_t>(args.stages) * args.stage_bytes + scales);
+      args.next_scales = static_cast<int>((args.rows.group == 8 ? 32 * turns : args.rows.half) *
+                                          args.scales.scale_row);
+      launch->dynamic_smem = args.sums + sums;
+      return Status();
+    }
   }
   return Status::Unimplemented(
       std::string(op) + ": the scales of " + std::to_string(kernel.rows) +

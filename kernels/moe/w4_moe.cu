@@ -18,7 +18,8 @@
 //    each other. The first adds the second's sums at last. Where tiles are fewer than places, the
 //    thread blocks of a cluster divide K; the first adds the sums of the others in order. The
 //    tile's scales are copied to shared memory at the beginning, and the ring has the rest of what
-//    three thread blocks share.
+//    three thread blocks share. Where there are many tiles, a thread block has two of them, one
+//    after another: its loading warps go on to the second while the first one's sums are finished.
 //  - Blocks of 64 and 128 tokens: wgmma, 64 rows for each warpgroup, as in w4_linear's tiles
 //    (kernels/gemv/w4_tiles.cu). Three warpgroups, or two thread blocks, hide the latency of
 //    decoding. Scales are loaded some steps ahead, and stored in the form in which they multiply.
@@ -89,6 +90,13 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// threadIdx.x, read anew, so that what derives from it takes no register before.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // The expert that an id names, or -1.
 __device__ __forceinline__ int64_t id_of(const W4MoeArgs& args, int element) {
   return args.wide_ids ? static_cast<const int64_t*>(args.ids)[element]
@@ -156,36 +164,41 @@ __device__ __forceinline__ void read_factors(uint32_t (&factors)[2][2], uint32_t
   }
 }
 
-// Half of the steps of few tokens, by the warp of 16 rows that begin at `row`: each second one,
-// from the `first` on. A lane has 32 values of K of a step of each of its two rows, as they lie in
-// memory, and the same 32 of x. The order of K within a step is therefore another one, as is that
-// within 8 values, which is decode_word()'s.
+// The stage that a warp multiplies next.
+struct FewPlace {
+  int stage;
+  uint32_t parity = 0;
+};
+
+// Half of the steps of few tokens, by the warp of 16 rows that begin at `row` of the strip of
+// tiles: each second one, from the `first` on. A lane has 32 values of K of a step of each of its
+// two rows, as they lie in memory, and the same 32 of x. The order of K within a step is therefore
+// another one, as is that within 8 values, which is decode_word()'s.
 template <bool kFloats, bool kBFloat16>
 __device__ __forceinline__ void multiply_few(const W4MoeArgs& args, const FewRing& ring,
-                                             int present, int first, int row,
+                                             FewPlace& place, int present, int first, int row,
                                              float (&sums)[kW4MoeFewTokens / 8][4]) {
   using Product = std::conditional_t<kBFloat16, BFloat16, Float16>;
   constexpr W4Format kFormat = kFloats ? W4Format::kNvfp4 : W4Format::kInt4;
   const int lane = threadIdx.x % 32, quarter = lane % 4;
   const int eights = (present + 7) / 8;  // of tokens
   const int scale_row = static_cast<int>(args.scales.scale_row);
-  const uint32_t base = shared_address(ring.shared);
-  const uint32_t scales =
-      base + args.stages * args.stage_bytes + scale_place(args, row + lane / 4) * scale_row;
-  uint32_t x = base + first * args.stage_bytes + few_x_place(lane / 4, quarter * 4);
-  uint32_t weights = base + (first + 1) * args.stage_bytes - 64 * kRowBytes +
-                     (row + lane / 4) * kRowBytes + (quarter ^ lane / 8) * 16;
-  uint32_t met = shared_address(ring.barriers + first);
-  const uint32_t last = shared_address(ring.barriers + args.stages);
+  const uint32_t scales = shared_address(ring.shared) + args.stages * args.stage_bytes +
+                          scale_place(args, row + lane / 4) * scale_row;
+  const uint32_t last = shared_address(ring.filled(args.stages));
+  const uint32_t begin = shared_address(ring.shared) + place.stage * args.stage_bytes;
+  uint32_t x = begin + few_x_place(lane / 4, quarter * 4);
+  uint32_t weights = begin + args.stage_bytes - 64 * kRowBytes + (row % 64 + lane / 4) * kRowBytes +
+                     (quarter ^ lane / 8) * 16;
+  uint32_t met = shared_address(ring.filled(place.stage)), parity = place.parity;
   int at = (ring.begin + first) * kW4MoeStep + quarter * 32;
-  uint32_t parity = 0;
   mbarrier_wait(shared_address(ring.scaled()), 0);
 #pragma unroll 1
   for (; at < ring.end * kW4MoeStep; at += 2 * kW4MoeStep) {
     materialize_now(weights, x, met, at);
     uint32_t words[2][4], factors[2][2], addends[2] = {};
     const uint32_t rows[2] = {scales, scales + args.next_scales};
-    read_factors<kFloats, kBFloat16>(factors, addends, args, rows, 64 * scale_row, at);
+    read_factors<kFloats, kBFloat16>(factors, addends, args, rows, args.turns * 64 * scale_row, at);
     mbarrier_wait(met, parity);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -216,6 +229,8 @@ __device__ __forceinline__ void multiply_few(const W4MoeArgs& args, const FewRin
     if (met + 16 >= last) further -= args.stages, parity ^= 1;
     weights += further * args.stage_bytes, x += further * args.stage_bytes, met += further * 8;
   }
+  place.stage = static_cast<int>(met - shared_address(ring.filled(0))) / 8;
+  place.parity = parity;
 }
 
 // All steps of many tokens, by the warpgroup of 64 rows; `row` is the thread's first.
@@ -377,15 +392,16 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   // The blocks of a cluster divide K.
   const int parts = Shape::kFew ? cluster_blocks() : 1, part = Shape::kFew ? cluster_rank() : 0;
   const int index = blockIdx.x / parts;
-  const int block = index / args.row_tiles, tile = index % args.row_tiles;
+  const int block = index / args.strips, first_tile = index % args.strips * args.turns;
+  const int turns = Shape::kFew ? min(args.turns, args.row_tiles - first_tile) : 1;
   const int begin = part * args.part_steps, end = min(begin + args.part_steps, args.steps);
-  const int group = tile * (kRows / 16);
+  const int first_group = first_tile * (kRows / 16);
   const int tile_features = args.gated ? kRows / 2 : kRows;
   // Uniform to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   const int loader = warp - Shape::kConsumers / 32;
-  FewRing ring{shared, barriers, group, 0, begin, end};
+  FewRing ring{shared, barriers, first_group, 0, begin, end, turns};
   if constexpr (Shape::kFew) {
     if (loader >= 0 && lane == 0) {
       map_prefetch(&args.weight_map);
@@ -429,7 +445,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
           // Without lists, all weights of the second product fit into the L2 cache.
           if (args.slots == nullptr && lane == 0) {
             for (int i = begin + loader + args.stages; i < end; i += 2) {
-              tile_prefetch(&args.weight_map, i * kRowBytes, group, expert);
+              tile_prefetch(&args.weight_map, i * kRowBytes, first_group, expert);
             }
           }
           grid_dependency_wait();
@@ -437,7 +453,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
         load_few(args, ring, x_rows, present, loader);
       } else {
         load_many<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, sources, filled, freed,
-                                                               expert, group);
+                                                               expert, first_group);
       }
       if (parts > 1) {
         __syncwarp();
@@ -463,9 +479,9 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
       }
     }
   }
-  const int first_feature = tile * tile_features;
-  // Four features of a token at a time; `results` has the sums of all rows.
-  const auto store = [&](const float* results) {
+  // Four features of a token at a time; `results` has the sums of all rows of the tile.
+  const auto store = [&](int tile, const float* results) {
+    const int first_feature = tile * tile_features;
 #pragma unroll 1
     for (int i = threadIdx.x; i < block_tokens * tile_features / 4; i += Shape::kConsumers) {
       const int token = args.gated ? i / (kRows / 8) : i / (kRows / 4);
@@ -480,76 +496,83 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     }
   };
   if (expert < 0) {
-    if (args.down && expert == -1) store(nullptr);
+    for (int turn = 0; turn < turns && args.down && expert == -1; ++turn) {
+      store(first_tile + turn, nullptr);
+    }
     return;
   }
 
   const int warpgroup = warp / 4;
   // Rows of this thread, within the tile, are my_row and 8 further.
   const int first_row = (Shape::kFew ? 0 : warpgroup * 64) + warp % 4 * 16;
-  const int my_row = first_row + lane / 4;
-  float factor = missing_power<kBFloat16>(args.scales.format);
-  if (args.global_scale != nullptr) factor *= args.global_scale[expert];
-  float bias[2] = {-0.0f, -0.0f};
-  if (args.bias != nullptr) {
+  const auto each_sum = [&](const auto& of) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = min(weight_row(args, group, my_row + half * 8), args.weight_rows - 1);
-      bias[half] =
-          Format::from_bits(args.bias[static_cast<int64_t>(expert) * args.weight_rows + row]);
+    for (int i = 0; i < kTokens / 2; ++i) {
+      if (!Shape::kFew || i / 4 * 8 < args.block_tokens) of(i);
     }
-  }
-  float sums[kTokens / 2];
-  if constexpr (Shape::kFew) {
-    float eights[kTokens / 8][4] = {};
-    multiply_few<kFloats, kBFloat16>(args, ring, present, warpgroup, first_row, eights);
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sums[i] = eights[i / 4][i % 4];
-  } else {
-#pragma unroll
-    for (float& sum : sums) sum = 0.0f;
-    multiply_many<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, filled, freed, my_row,
-                                                               sums);
-  }
-  consumers_sync<Shape::kConsumers>();  // every stage was read
-  float* const results = reinterpret_cast<float*>(shared);
-  // Sum i is of row my_row, or of the 8th behind it, and this token.
-  const auto place_of = [&](int i) {
-    const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    return results + token * Shape::kSumRow + my_row + i / 2 % 2 * 8;
   };
-  if constexpr (Shape::kFew) {
-    if (warpgroup == 1) {
+  FewPlace place{warpgroup};
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    const int tile = first_tile + turn;
+    float sums[kTokens / 2];
+    if constexpr (Shape::kFew) {
+      float eights[kTokens / 8][4] = {};
+      multiply_few<kFloats, kBFloat16>(args, ring, place, present, warpgroup,
+                                       turn * kRows + first_row, eights);
 #pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) *place_of(i) = sums[i];
+      for (int i = 0; i < kTokens / 2; ++i) sums[i] = eights[i / 4][i % 4];
+    } else {
+#pragma unroll
+      for (float& sum : sums) sum = 0.0f;
+      multiply_many<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, filled, freed,
+                                                                 first_row + lane / 4, sums);
+    }
+    // Only here, since registers are scarce before.
+    const int thread = thread_again();
+    const int my_row =
+        (Shape::kFew ? 0 : thread / 128 * 64) + thread / 32 % 4 * 16 + thread % 32 / 4;
+    float* const results = reinterpret_cast<float*>(shared + (Shape::kFew ? args.sums : 0));
+    // Sum i is of row my_row, or of the 8th behind it, and this token.
+    const auto place_of = [&](int i) {
+      const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      return results + token * Shape::kSumRow + my_row + i / 2 % 2 * 8;
+    };
+    float factor = missing_power<kBFloat16>(args.scales.format);
+    if (args.global_scale != nullptr) factor *= args.global_scale[expert];
+    float bias[2] = {-0.0f, -0.0f};
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row =
+            min(weight_row(args, tile * (kRows / 16), my_row + half * 8), args.weight_rows - 1);
+        bias[half] =
+            Format::from_bits(args.bias[static_cast<int64_t>(expert) * args.weight_rows + row]);
+      }
+    }
+    consumers_sync<Shape::kConsumers>();  // every stage was read, or the last turn's sums
+    if constexpr (Shape::kFew) {
+      if (warpgroup == 1) each_sum([&](int i) { *place_of(i) = sums[i]; });
+      consumers_sync<Shape::kConsumers>();
+      if (warpgroup == 0) each_sum([&](int i) { sums[i] += *place_of(i); });
+      if (parts > 1) {
+        if (warpgroup == 0 && part > 0) each_sum([&](int i) { *place_of(i) = sums[i]; });
+        cluster_meet();
+        if (warpgroup == 0 && part == 0) {
+          for (int other = 1; other < parts; ++other) {
+            each_sum([&](int i) { sums[i] += load_remote(place_of(i), other); });
+          }
+        }
+        cluster_meet();
+        if (part > 0) return;
+      }
+    }
+    if (!Shape::kFew || warpgroup == 0) {
+      each_sum([&](int i) { *place_of(i) = fmaf(sums[i], factor, bias[i / 2 % 2]); });
     }
     consumers_sync<Shape::kConsumers>();
-    if (warpgroup == 0) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) sums[i] += *place_of(i);
-    }
-    if (parts > 1) {
-      if (warpgroup == 0 && part > 0) {
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) *place_of(i) = sums[i];
-      }
-      cluster_meet();
-      if (warpgroup == 0 && part == 0) {
-        for (int other = 1; other < parts; ++other) {
-#pragma unroll
-          for (int i = 0; i < kTokens / 2; ++i) sums[i] += load_remote(place_of(i), other);
-        }
-      }
-      cluster_meet();
-      if (part > 0) return;
-    }
+    store(tile, results);
   }
-  if (!Shape::kFew || warpgroup == 0) {
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) *place_of(i) = fmaf(sums[i], factor, bias[i / 2 % 2]);
-  }
-  consumers_sync<Shape::kConsumers>();
-  store(results);
 }
 
 #define TIERCEL_W4_MOE(floats, bfloat16, tokens, rows, stages, together, name)                     \

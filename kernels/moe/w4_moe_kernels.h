@@ -48,10 +48,13 @@ struct W4MoeArgs {
   int steps;
   int part_steps;  // of them, a part of K has: each block of a cluster has a part
   int row_tiles;
+  int strips;  // of `turns` tiles, which a thread block multiplies one after another
+  int turns;   // 1 but for few tokens
   // Of few tokens:
   int block_tokens;  // of a block of the routing
   int stages;        // even
   int stage_bytes;
+  int sums;         // bytes to the sums, behind stages and scales
   int next_scales;  // bytes from a row's scales to those of the row that is 8 further in the tile
   W4MoeActivation activation;
   float alpha, limit;

@@ -143,20 +143,22 @@ __device__ __forceinline__ int few_x_place(int token, int chunk) {
   return token * (kW4MoeStep * 2) + (chunk % 4 ^ token % 2) * 64 + chunk / 4 * 16;
 }
 
-// The place in the scales of few tokens of a tile's row: they lie as in memory, in one run of rows,
-// or those of the gates and then those of what they are for.
+// The place in the scales of few tokens of a row of a strip of tiles: they lie as in memory, in one
+// run of rows, or those of the gates and then those of what they are for.
 __device__ __forceinline__ int scale_place(const W4MoeArgs& args, int row) {
   const W4MoeRows& rows = args.rows;
-  const int half = rows.group == 8 ? 32 : rows.half;
+  const int half = rows.group == 8 ? 32 * args.turns : rows.half;
   return row / 16 * rows.group + row / 8 % 2 * half + row % 8 * rows.next;
 }
 
-// The ring of few tokens: the stages' rows of x and of weights, then the scales of the tile.
+// The ring of few tokens: the stages' rows of x and of weights, then the scales of the tiles that
+// the thread block multiplies in turn, and sums.
 struct FewRing {
   char* shared;
   uint64_t* barriers;
   int group, expert;
-  int begin, end;  // of the steps
+  int begin, end;  // of the steps of each turn
+  int turns;
 
   __device__ __forceinline__ uint64_t* filled(int stage) const { return barriers + stage; }
   __device__ __forceinline__ uint64_t* freed(int stage) const {
@@ -174,20 +176,22 @@ struct FewRing {
     mbarrier_init_fence();
   }
 
-  __device__ __forceinline__ void load_weights(const W4MoeArgs& args, int step, int stage) const {
+  __device__ __forceinline__ void load_weights(const W4MoeArgs& args, int turn, int step,
+                                               int stage) const {
     constexpr int kBytes = 64 * kRowBytes;
     mbarrier_expect(filled(stage), kBytes);
     tile_load(shared + (stage + 1) * args.stage_bytes - kBytes, &args.weight_map, step * kRowBytes,
-              group, expert, filled(stage));
+              group + turn * 4, expert, filled(stage));
   }
 
   __device__ __forceinline__ void load_tile_scales(const W4MoeArgs& args) const {
     const int runs = args.rows.group == 8 ? 2 : 1;
-    const uint32_t bytes = 64 / runs * static_cast<uint32_t>(args.scales.scale_row);
+    const uint32_t of_turn = 64 / runs * static_cast<uint32_t>(args.scales.scale_row);
+    const uint32_t bytes = of_turn * turns;  // the last strip may have fewer turns
     const bool zeros = args.scales.zero != nullptr;
     char* to = shared + args.stages * args.stage_bytes;
     mbarrier_expect(scaled(), bytes * runs * (zeros ? 2 : 1));
-    for (int i = 0; i < (zeros ? 2 * runs : runs); ++i, to += bytes) {
+    for (int i = 0; i < (zeros ? 2 * runs : runs); ++i, to += of_turn * args.turns) {
       const int64_t row =
           static_cast<int64_t>(expert) * args.weight_rows + weight_row(args, group, i % runs * 8);
       const char* const from = i < runs ? args.scales.scale : args.scales.zero;
@@ -199,7 +203,7 @@ struct FewRing {
   __device__ __forceinline__ void start(const W4MoeArgs& args, int first) const {
     if (first == 1) load_tile_scales(args);
     for (int s = first; s < args.stages && begin + s < end; s += 2) {
-      load_weights(args, begin + s, s);
+      load_weights(args, 0, begin + s, s);
     }
   }
 };
@@ -219,13 +223,15 @@ __device__ __forceinline__ void reorder_values(uint32_t at) {
   }
 }
 
-// Fills the stages of each second step from `begin` + `first` to `end`: one warp. Tokens' rows of x
-// are at `rows`, of which `present` are not all padding. Each lane reorders what it copied, one
-// step later, so that four warps need not.
+// Fills the stages of each second step from `begin` + `first` to `end`, of each turn: one warp,
+// which goes on to the next turn while sums are finished. Tokens' rows of x are at `rows`, of which
+// `present` are not all padding. Each lane reorders what it copied, one step later, so that four
+// warps need not.
 __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& ring,
                                          const char* const* rows, int present, int first) {
   constexpr int kPassBytes = 2 * kW4MoeStep * 2;  // two tokens
   constexpr int kKept = 8;                        // row pointers in registers: 16 tokens
+  if (ring.begin + first >= ring.end) return;
   const int lane = threadIdx.x % 32;
   const int chunk = lane % 16, token = lane / 16;
   const char* kept[kKept];
@@ -247,15 +253,18 @@ __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& r
   };
   int stage = first, last_stage = -1;
   uint32_t parity = 1;
+  int turn = 0;
 #pragma unroll 1
-  for (int step = ring.begin + first; step < ring.end; step += 2) {
+  for (int step = ring.begin + first; step < ring.end || ++turn < ring.turns; step += 2) {
+    if (step >= ring.end) step = ring.begin + first;
     mbarrier_wait(ring.freed(stage), parity);
-    if (step >= ring.begin + args.stages && elect_one()) ring.load_weights(args, step, stage);
-    const int64_t at = step * kW4MoeStep + chunk * 8;
+    const bool started = turn == 0 && step < ring.begin + args.stages;
+    if (!started && elect_one()) ring.load_weights(args, turn, step, stage);
+    const int at = step * kW4MoeStep + chunk * 8;
     const bool real = at < args.k;  // zeros behind the end of K
     const uint32_t to = place + stage * args.stage_bytes;
     const auto copy = [&](int i, const char* row) {
-      async_copy_16(to + i * kPassBytes, row + at * 2, real);
+      async_copy_16(to + i * kPassBytes, row + 2u * at, real);
     };
     copy(0, kept[0]);
     if (present > 2) {

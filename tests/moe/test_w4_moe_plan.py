@@ -63,7 +63,11 @@ def test_shapes(half, kind):
         assert got["kernel"].startswith("w4_moe<int4" if kind == INT4 else "w4_moe<e2m1")
         assert (got["rows"], got["blocks"]) == (tile, blocks)
         parts = 2 if tokens == 1 and half == "down" else 1  # 180 tiles for 396 places
-        assert (got["parts"], got["grid"]) == (parts, parts * blocks * -(-rows // tile))
+        tiles = -(-rows // tile)
+        # Two tiles in turn if they are many for 396 places, and if their scales leave a ring.
+        many = 0 < block <= 32 and blocks * tiles >= 1584
+        turns = 2 if many and (kind, block) != (NVFP4, 32) else 1
+        assert (got["parts"], got["grid"]) == (parts, parts * blocks * -(-tiles // turns))
         assert got["dynamic_smem"] <= 226 * 1024 and got["block"] == threads
 
 
