@@ -135,16 +135,14 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   grid_dependency_wait();
   // Rows of this thread, within the block, are my_row + 64 m and 8 further.
   const int my_row = warp / 4 * (64 * kMatrices) + warp % 4 * 16 + lane / 4;
-  const char* scale_rows[kMatrices][2];
-  const char* zero_rows[kMatrices][2];
+  uint32_t scale_rows[kMatrices][2], zero_rows[kMatrices][2];  // bytes
 #pragma unroll
   for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = min(first_row + my_row + m * 64 + half * 8, args.features - 1);
-      scale_rows[m][half] = args.scales.scale + row * args.scales.scale_row;
-      zero_rows[m][half] =
-          args.scales.zero == nullptr ? nullptr : args.scales.zero + row * args.scales.zero_row;
+      const uint32_t row = min(first_row + my_row + m * 64 + half * 8, args.features - 1);
+      scale_rows[m][half] = row * static_cast<uint32_t>(args.scales.scale_row);
+      zero_rows[m][half] = row * static_cast<uint32_t>(args.scales.zero_row);
     }
   }
   float sums[kMatrices][kTokens / 2];
@@ -162,8 +160,8 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        load_scales<kFloats>(bits[m][half], args.scales, scale_rows[m][half], zero_rows[m][half],
-                             step * kW4Step, args.k);
+        load_scales<kFloats>(bits[m][half], args.scales, args.scales.scale, args.scales.zero,
+                             scale_rows[m][half], zero_rows[m][half], step * kW4Step, args.k);
       }
     }
   };

@@ -90,6 +90,22 @@ __device__ __forceinline__ uint32_t exponent_pair(uint32_t exponent) {
   return scale * 0x10001u;
 }
 
+// Two e4m3 as a pair, times the power of two that decoded e2m1 lack but for missing_power().
+template <bool kBFloat16>
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t two) {
+  uint32_t pair;
+  if constexpr (kBFloat16) {
+    const float2 wide = wide_scales(two);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(wide.y), "f"(wide.x));
+    return multiply_pairs(pair, 0x7b007b00u);  // 2^119
+  } else {
+    asm("{ .reg .b16 two; cvt.u16.u32 two, %1; cvt.rn.f16x2.e4m3x2 %0, two; }"
+        : "=r"(pair)
+        : "r"(two));
+    return pairs_times<false>(pair, 0x58005800u);  // 2^7
+  }
+}
+
 // A row's scales of a step of K. e2m1's: 16-bit floats, those of 16 and of the next 16 values in a
 // word. Whole numbers': those of 32 and of the next 32, and the zero points with kWhole, negated.
 template <bool kFloats>
@@ -102,6 +118,9 @@ struct StepScales {
 template <bool kFloats>
 struct StepBits {
   uint32_t scale[2];
+  // Those of 8 bits have registers of their own: a predicated load waits for an earlier one into
+  // the same register.
+  uint32_t exponents[kFloats ? 2 : 1];
   uint32_t zero[kFloats ? 1 : 2];
 };
 
@@ -121,24 +140,28 @@ __device__ __forceinline__ uint32_t load_half_word(const char* from) {
   return *reinterpret_cast<const uint16_t*>(from);
 }
 
-// Reads them for the row at `scale` and `zero`, from value k of K on. What lies behind the last
-// value of K is replaced by a scale before it; its products are with zeros.
+// Reads them for the row that begins `row` bytes behind `scale`, and `zero_row` behind `zero`, from
+// value k of K on. What lies behind the last value of K is replaced by a scale before it; its
+// products are with zeros.
 template <bool kFloats>
 __device__ __forceinline__ void load_scales(StepBits<kFloats>& bits, const W4Scales& scales,
-                                            const char* scale, const char* zero, int k,
-                                            int last_k) {
+                                            const char* scale, const char* zero, uint32_t row,
+                                            uint32_t zero_row, int k, int last_k) {
+  const int shift = scales.group_shift;
   if constexpr (kFloats) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int at = min(k + i * 64, last_k - 64);
-      bits.scale[i] = opaque_format(scales) == W4Format::kNvfp4
-                          ? *reinterpret_cast<const uint32_t*>(scale + at / 16)
-                          : load_half_word(scale + at / 32);
+      // The same for all rows, so that the address of each takes no more than an addition.
+      const char* const from = scale + (min(k + i * 64, last_k - 64) >> shift);
+      if (opaque_format(scales) == W4Format::kNvfp4) {
+        bits.scale[i] = *reinterpret_cast<const uint32_t*>(from + row);
+      } else {
+        bits.exponents[i] = load_half_word(from + row);
+      }
     }
   } else {
-    const int shift = scales.group_shift;
-    const auto load = [&](const char* row, int k) {
-      return load_half_word(row + (min(k, last_k - 32) >> shift) * 2);
+    const auto load = [&](const char* from, uint32_t row, int k) {
+      return load_half_word(from + (min(k, last_k - 32) >> shift) * 2 + row);
     };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -148,8 +171,10 @@ __device__ __forceinline__ void load_scales(StepBits<kFloats>& bits, const W4Sca
         continue;
       }
       const int at = k + i * 64, next = shift == 5 ? at + 32 : at;
-      bits.scale[i] = load(scale, at) | load(scale, next) << 16;
-      if (zero != nullptr) bits.zero[i] = load(zero, at) | load(zero, next) << 16;
+      bits.scale[i] = load(scale, row, at) | load(scale, row, next) << 16;
+      if (zero != nullptr) {
+        bits.zero[i] = load(zero, zero_row, at) | load(zero, zero_row, next) << 16;
+      }
     }
   }
 }
@@ -169,24 +194,12 @@ __device__ __forceinline__ void unpack_scales(StepScales<kFloats>& to,
   } else if (opaque_format(scales) == W4Format::kNvfp4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t two = bits.scale[i / 2] >> i % 2 * 16;
-      if constexpr (kBFloat16) {
-        const float2 wide = wide_scales(two);
-        uint32_t pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(wide.y), "f"(wide.x));
-        to.scale[i] = multiply_pairs(pair, 0x7b007b00u);  // 2^119
-      } else {
-        uint32_t pair;
-        asm("{ .reg .b16 two; cvt.u16.u32 two, %1; cvt.rn.f16x2.e4m3x2 %0, two; }"
-            : "=r"(pair)
-            : "r"(two));
-        to.scale[i] = pairs_times<false>(pair, 0x58005800u);  // 2^7
-      }
+      to.scale[i] = e4m3_pair<kBFloat16>(bits.scale[i / 2] >> i % 2 * 16);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      to.scale[i] = exponent_pair(bits.scale[i / 2] >> i % 2 * 8 & 0xff);
+      to.scale[i] = exponent_pair(bits.exponents[i / 2] >> i % 2 * 8 & 0xff);
     }
   }
 }

@@ -17,26 +17,30 @@
 namespace tiercel {
 namespace {
 
-constexpr int64_t kDirectIds = 16;  // without lists
-constexpr int kDirectTokens = 32;   // the kernel for them
-constexpr int kPlaces = 3 * 132;    // of its blocks, on an H100 or H200
-constexpr int kPartSteps = 4;       // of K, at least, for each part
+constexpr int64_t kDirectIds = 16;        // without lists
+constexpr int kDirectTokens = 8;          // of their blocks
+constexpr int kTogether = 3;              // blocks of few tokens that share a multiprocessor
+constexpr int kPlaces = kTogether * 132;  // of them, on an H100 or H200
+constexpr int kPartSteps = 4;             // of K, at least, for each part
+constexpr int kTurns = 2;                 // tiles of a thread block where there are many
+constexpr int kMultiprocessorShared = 228 * 1024;
+constexpr int kBlockShared = 2048;  // of it, a block takes beside its dynamic memory
 
 struct Launch {
   W4MoeArgs args{};
   const W4MoeKernel* kernel = nullptr;  // null where nothing is to be done
   int64_t blocks = 0;
+  int64_t dynamic_smem = 0;
   int64_t parts = 1;  // of K, the blocks of a cluster
   int64_t map_shape[kTensorMapMaxRank] = {};
   int64_t map_strides[kTensorMapMaxRank] = {};
 
   LaunchConfig config() const {
     LaunchConfig config;
-    config.grid.x = static_cast<uint32_t>(blocks * args.row_tiles * parts);
+    config.grid.x = static_cast<uint32_t>(blocks * args.strips * parts);
     config.cluster.x = static_cast<uint32_t>(parts);
     config.block.x = static_cast<uint32_t>(w4_moe_threads(kernel->rows));
-    config.dynamic_smem =
-        static_cast<uint32_t>(kernel->stages * w4_moe_stage_bytes(kernel->tokens, kernel->rows));
+    config.dynamic_smem = static_cast<uint32_t>(dynamic_smem);
     config.dependent = true;
     return config;
   }
@@ -47,6 +51,12 @@ const char* name_of(bool down) { return down ? "w4_moe_down" : "w4_moe_up"; }
 Status check_beside_contiguous(const Argument& argument, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_beside(argument, x));
   return check_contiguous(argument);
+}
+
+// Copies by TMA begin at multiples of 16 bytes.
+Status check_start(const Argument& argument) {
+  if (reinterpret_cast<uintptr_t>(argument.view.data) % 16 == 0) return Status();
+  return Status::Unimplemented(mismatch(argument, "start at a multiple of 16 bytes", "another"));
 }
 
 Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument& x, int64_t experts,
@@ -77,11 +87,7 @@ Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument&
                                         mxfp4 ? "[E, N, K / 32]" : "[E, N, K / 16]"));
   }
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(scale, x));
-  const int alignment = call.format == W4Format::kNvfp4 ? 4 : 2;  // what a load takes
-  if (reinterpret_cast<uintptr_t>(call.scale->data) % alignment != 0) {
-    return Status::Unimplemented(mismatch(
-        scale, "start at a multiple of " + std::to_string(alignment) + " bytes", "another"));
-  }
+  TIERCEL_RETURN_IF_ERROR(check_start(scale));
   if (call.zero_point == nullptr) return Status();
   if (!int4) {
     return Status::InvalidArgument(std::string(op) + ": `zero_point` is for int4 only");
@@ -90,6 +96,7 @@ Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument&
   TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {x.view.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_shape(zero, {experts, rows, call.scale->shape[2]}, "as `scale`"));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(zero, x));
+  TIERCEL_RETURN_IF_ERROR(check_start(zero));
   scales->zero = static_cast<const char*>(call.zero_point->data);
   scales->zero_row = scales->scale_row;
   return Status();
@@ -121,14 +128,56 @@ Status check_routing(const char* op, const W4MoeCall& call, const Argument& x, i
     TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(list, x));
   }
   TIERCEL_RETURN_IF_ERROR(check_shape({op, names[2], *lists[2]}, {1}, "[1]"));
-  if (call.block_size != 32 && call.block_size != 64 && call.block_size != 128) {
+  if (call.block_size < 8 || call.block_size > 128 ||
+      (call.block_size & (call.block_size - 1)) != 0) {
     return Status::Unimplemented(std::string(op) +
-                                 ": `block_size` must be 32, 64 or 128 for the kernels, got " +
+                                 ": `block_size` must be 8, 16, 32, 64 or 128 for the kernels, "
+                                 "got " +
                                  std::to_string(call.block_size));
   }
   *block_tokens = call.block_size;
   *blocks = ceil_div(lists[0]->shape[0], call.block_size);
   return check_shape({op, names[1], *lists[1]}, {*blocks}, "[slots / block_size]");
+}
+
+// The stages of a thread block of few tokens, beside the scales of its tiles and their sums: as
+// many as fit if three share a multiprocessor, or if fewer do.
+Status plan_ring(const char* op, Launch* launch) {
+  W4MoeArgs& args = launch->args;
+  const W4MoeKernel& kernel = *launch->kernel;
+  args.stages = kernel.stages;
+  args.turns = 1;
+  args.strips = args.row_tiles;
+  args.stage_bytes = w4_moe_stage_bytes(args.block_tokens, kernel.rows);
+  launch->dynamic_smem = static_cast<int64_t>(args.stages) * args.stage_bytes;
+  if (kernel.tokens != kW4MoeFewTokens) return Status();
+  const int64_t sums = args.block_tokens * (kernel.rows + 4) * 4;
+  const int64_t tile_scales =
+      kernel.rows * args.scales.scale_row * (args.scales.zero == nullptr ? 1 : 2);
+  // A second tile begins without a wait, but two at a time leave more places empty at the end.
+  const bool many =
+      args.slots != nullptr && launch->blocks * args.row_tiles >= 2 * kTurns * kPlaces;
+  for (int together = kTogether; together > 0; --together) {
+    for (int turns : {kTurns, 1}) {
+      if (turns > 1 && (!many || together < kTogether)) continue;
+      const int64_t scales = turns * tile_scales + 16;  // what is behind a row's end is read, too
+      const int64_t shared =
+          std::min(kW4MoeMostShared, kMultiprocessorShared / together - kBlockShared);
+      const int64_t stages = (shared - scales - sums) / args.stage_bytes / 2 * 2;
+      if (stages < 4) continue;
+      args.stages = static_cast<int>(std::min<int64_t>(stages, kernel.stages));
+      args.turns = turns;
+      args.strips = static_cast<int>(ceil_div(args.row_tiles, turns));
+      args.sums = static_cast<int>(static_cast<int64_t>(args.stages) * args.stage_bytes + scales);
+      args.next_scales = static_cast<int>((args.rows.group == 8 ? 32 * turns : args.rows.half) *
+                                          args.scales.scale_row);
+      launch->dynamic_smem = args.sums + sums;
+      return Status();
+    }
+  }
+  return Status::Unimplemented(
+      std::string(op) + ": the scales of " + std::to_string(kernel.rows) +
+      " rows of `weight` do not fit shared memory, got K = " + std::to_string(args.k));
 }
 
 Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
@@ -197,20 +246,23 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   }
   const bool floats = call.format != W4Format::kInt4, bfloat16 = x.dtype == DType::kBFloat16;
   launch->kernel = KernelTable(w4_moe_kernels).find([&](const W4MoeKernel& one) {
-    return one.tokens == tokens && one.floats == floats && one.bfloat16 == bfloat16;
+    return one.tokens == std::max<int64_t>(tokens, kW4MoeFewTokens) && one.floats == floats &&
+           one.bfloat16 == bfloat16;
   });
   if (launch->kernel == nullptr) {
     return Status::Unimplemented(std::string(op) +
                                  ": `block_size` 64 is for bfloat16 and weights of e2m1");
   }
   const int64_t tiles = ceil_div(rows, launch->kernel->rows);
+  // Kernels count rows of x by 16 bytes.
+  const int64_t x_row = x.shape[0] > 1 ? x.strides[0] : k;  // a single row's stride is arbitrary
   if (std::max({launch->blocks * tiles, launch->blocks * tokens, 2 * elements, experts * 2 * rows,
-                k}) > std::numeric_limits<int32_t>::max()) {
+                k, x.shape[0] * x_row / 8}) > std::numeric_limits<int32_t>::max()) {
     return Status::Unimplemented(std::string(op) + ": too large for one launch, got " +
                                  shape_text(out.shape, 2) + " from " + shape_text(weight.shape, 3));
   }
   args.x = static_cast<const char*>(x.data);
-  args.x_row = (x.shape[0] > 1 ? x.strides[0] : k) * 2;  // a single row's stride is arbitrary
+  args.x_row = x_row * 2;
   args.out = static_cast<uint16_t*>(out.data);
   if (call.sorted_token_ids != nullptr) {
     args.slots = static_cast<const int32_t*>(call.sorted_token_ids->data);
@@ -237,6 +289,8 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   args.k = static_cast<int>(k);
   args.steps = static_cast<int>(ceil_div(k, kW4MoeStep));
   args.row_tiles = static_cast<int>(tiles);
+  args.block_tokens = static_cast<int>(tokens);
+  TIERCEL_RETURN_IF_ERROR(plan_ring(op, launch));
   // The blocks of a cluster divide K if there are fewer tiles than places. That changes the order
   // of sums, so the batch-invariant mode does without.
   const int64_t tiles_in_use = launch->blocks * tiles;
@@ -268,7 +322,7 @@ Status plan_of(bool down, const W4MoeCall& call, W4MoePlan* plan) {
   if (launch.kernel == nullptr) return Status();
   const LaunchConfig config = launch.config();
   *plan = {launch.kernel->kernel.name(),
-           launch.kernel->tokens,
+           launch.args.block_tokens,
            launch.kernel->rows,
            static_cast<int>(launch.blocks),
            static_cast<int>(launch.parts),

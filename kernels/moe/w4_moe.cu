@@ -5,25 +5,26 @@
 // product's rows and tokens its columns.
 //  - A thread block multiplies one block of the routing, of one expert, with a tile of the expert's
 //    rows. Its first warps decode and multiply; the others fill a ring of stages of 128 values of
-//    K: one box of weights by TMA, rows of x gathered by cp.async, and each row's scales, loaded
-//    some steps ahead and stored in the form in which they multiply.
+//    K: one box of weights by TMA, and rows of x gathered by cp.async.
 //  - The box takes the tile's rows in groups of 16: 8 rows, then 8 others. Gated, these are the
 //    gates of 8 features and what they are for, wherever the checkpoint has them, so that both
 //    are sums of one thread and the activation needs no exchange.
-//  - Blocks of 32 tokens, for few: bound by instructions, since all weights of an expert are
-//  decoded
-//    for a token or two. Tiles of 64 rows; a warp multiplies 16 of them by mma.sync, because the
-//    order of K within a product is free there: a lane decodes 32 neighbouring weights and reads
-//    the same 32 values of x. wgmma reads x from shared memory in its own order, for which a lane
-//    would decode one byte of each four that it reads. Two halves of a thread block take the steps
-//    of K in turn, each with four warps and a warp that loads, and do not wait for each other. The
-//    first adds the second's sums at last. Where tiles are fewer than places, the thread blocks of
-//    a cluster divide K; the first adds the sums of the others in order.
+//  - Blocks of up to 32 tokens, for few: bound by instructions, since all weights of an expert are
+//    decoded for a token or two. Tiles of 64 rows; a warp multiplies 16 of them by mma.sync,
+//    because the order of K within a product is free there: a lane decodes 32 neighbouring weights
+//    and reads the same 32 values of x. wgmma reads x from shared memory in its own order, for
+//    which a lane would decode one byte of each four that it reads. Two halves of a thread block
+//    take the steps of K in turn, each with four warps and a warp that loads, and do not wait for
+//    each other. The first adds the second's sums at last. Where tiles are fewer than places, the
+//    thread blocks of a cluster divide K; the first adds the sums of the others in order. The
+//    tile's scales are copied to shared memory at the beginning, and the ring has the rest of what
+//    three thread blocks share. Where there are many tiles, a thread block has two of them, one
+//    after another: its loading warps go on to the second while the first one's sums are finished.
 //  - Blocks of 64 and 128 tokens: wgmma, 64 rows for each warpgroup, as in w4_linear's tiles
 //    (kernels/gemv/w4_tiles.cu). Three warpgroups, or two thread blocks, hide the latency of
-//    decoding.
-//  - Nobody waits for the host: thread blocks beyond the blocks in use return. Up to 16 ids there
-//    is no routing: each id is a block.
+//    decoding. Scales are loaded some steps ahead, and stored in the form in which they multiply.
+//  - Nobody waits for the host: thread blocks beyond the blocks in use return. For a few ids
+//    there is no routing: each is a block.
 //  - The second product reads the routing, scales and first weights while the first one ends: that
 //    lets it start only when the routing's launch has ended.
 #include <cstdint>
@@ -72,20 +73,28 @@ __device__ __forceinline__ float load_remote(const float* address, uint32_t rank
   return v;
 }
 
-// 16 bytes and 4, at an address from shared_address().
-__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t from) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
   return v;
 }
 
-__device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
+__device__ __forceinline__ uint32_t load_shared_1(uint32_t from) {
   uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
+}
+
+// mbarrier_arrive() at an address from shared_address().
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// threadIdx.x, read anew, so that what derives from it takes no register before.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // The expert that an id names, or -1.
@@ -94,101 +103,134 @@ __device__ __forceinline__ int64_t id_of(const W4MoeArgs& args, int element) {
                        : static_cast<const int32_t*>(args.ids)[element];
 }
 
-// The expert of a block of the routing, -1 for none, -2 for a block that is not in use.
-template <int kTokens>
-__device__ __forceinline__ int expert_of(const W4MoeArgs& args, int block) {
+// The expert of a block of the routing, -1 for none, -2 for a block that is not in use. The lists
+// have an entry for every block, so that no load waits for another.
+__device__ __forceinline__ int expert_of(const W4MoeArgs& args, int block, int tokens) {
   if (args.slots == nullptr) {
     const int64_t id = id_of(args, block);
     return id >= 0 && id < args.experts ? static_cast<int>(id) : -1;
   }
-  if (block * kTokens >= min(*args.used, args.slot_count)) return -2;
-  const int expert = args.expert_ids[block];
+  const int used = *args.used, expert = args.expert_ids[block];
+  if (block * tokens >= min(used, args.slot_count)) return -2;
   return expert >= 0 && expert < args.experts ? expert : -1;
 }
 
 // The element in a place of a block, or -1.
-template <int kTokens>
-__device__ __forceinline__ int element_at(const W4MoeArgs& args, int block, int place) {
+__device__ __forceinline__ int element_at(const W4MoeArgs& args, int block, int tokens, int place) {
   if (args.slots == nullptr) return place == 0 ? block : -1;
-  const int slot = block * kTokens + place;
-  const int element = slot < args.slot_count ? args.slots[slot] : -1;
+  const int slot = block * tokens + place;
+  const int element = place < tokens && slot < args.slot_count ? args.slots[slot] : -1;
   return element >= 0 && element < args.elements ? element : -1;
 }
 
-// Half of the steps of few tokens, by the warp of 16 rows that begin at `row`: each second one from
-// `begin` + `first` to `end`. A lane has 32 values of K of a step of each of its two rows, as they
-// lie in memory, and the same 32 of x. The order of K within a step is therefore another one, as is
-// that within 8 values, which is decode_word()'s.
-template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages>
-__device__ __forceinline__ void multiply_few(const char* shared, const int* sources,
-                                             uint64_t* filled, uint64_t* freed, int begin, int end,
-                                             int first, int row, float (&sums)[kTokens / 8][4]) {
-  using Shape = Tile<kTokens, kRows>;
+// The factors of 32 values of K of a lane's two rows, from value `at` on, as they multiply the
+// first and the second 16, and the addends of whole numbers. The rows' scales begin at `from` in
+// shared memory; `zeros` bytes behind them are their zero points. Behind the end of K factors are
+// zeros.
+template <bool kFloats, bool kBFloat16>
+__device__ __forceinline__ void read_factors(uint32_t (&factors)[2][2], uint32_t (&addends)[2],
+                                             const W4MoeArgs& args, const uint32_t (&from)[2],
+                                             int zeros, int at) {
+  const W4Scales& scales = args.scales;
+  const int place = at >> scales.group_shift;
+  const bool real = at < args.k;
+  const bool wide = !kFloats || scales.format == W4Format::kNvfp4;
+  uint32_t bits[2] = {};
+  if (wide) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t address = from[half] + (kFloats ? place : place * 2);
+      if (real) bits[half] = load_shared_2(address);
+      if constexpr (kFloats) {
+        const uint32_t pair = e4m3_pair<kBFloat16>(bits[half]);
+        factors[half][0] = spread(pair, 0), factors[half][1] = spread(pair, 1);
+      } else {
+        factors[half][0] = factors[half][1] = spread(bits[half], 0);
+        addends[half] = kMinusEight<kBFloat16>;
+        if (scales.zero != nullptr && real) {
+          addends[half] = pairs_plus<kBFloat16>(
+              kMinusWhole<kBFloat16>, spread(load_shared_2(address + zeros), 0) ^ 0x80008000u);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) bits[half] = load_shared_1(from[half] + place);
+    materialize_now(bits[0], bits[1]);  // before either is used
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factors[half][0] = factors[half][1] = real ? exponent_pair(bits[half]) : 0;
+    }
+  }
+}
+
+// The stage that a warp multiplies next.
+struct FewPlace {
+  int stage;
+  uint32_t parity = 0;
+};
+
+// Half of the steps of few tokens, by the warp of 16 rows that begin at `row` of the strip of
+// tiles: each second one, from the `first` on. A lane has 32 values of K of a step of each of its
+// two rows, as they lie in memory, and the same 32 of x. The order of K within a step is therefore
+// another one, as is that within 8 values, which is decode_word()'s.
+template <bool kFloats, bool kBFloat16>
+__device__ __forceinline__ void multiply_few(const W4MoeArgs& args, const FewRing& ring,
+                                             FewPlace& place, int present, int first, int row,
+                                             float (&sums)[kW4MoeFewTokens / 8][4]) {
   using Product = std::conditional_t<kBFloat16, BFloat16, Float16>;
   constexpr W4Format kFormat = kFloats ? W4Format::kNvfp4 : W4Format::kInt4;
-  static_assert(kTokens == 32);
   const int lane = threadIdx.x % 32, quarter = lane % 4;
-  const uint32_t present = __ballot_sync(0xffffffffu, sources[lane] >= 0);
-  const int eights = (39 - __clz(present)) / 8;  // of tokens
-  const uint32_t base = shared_address(shared) + first * Shape::kStageBytes;
-  uint32_t weights =
-      base + Shape::kXBytes + (row + lane / 4) * kRowBytes + (quarter ^ lane / 8) * 16;
-  uint32_t factors = base + Shape::kXBytes + Shape::kWeightBytes + (row + lane / 4) * 16 +
-                     (kFloats ? quarter : quarter / 2) * 4;
-  uint32_t x = base + x_place<kTokens, kRows>(lane / 4, quarter * 4);
-  uint32_t met = shared_address(filled + first);
-  const uint32_t odd = lane / 4 % 2 == 0 ? 64 : -64u;  // from a chunk of x to the next
-  int stage = first;
-  uint32_t parity = 0;
+  const int eights = (present + 7) / 8;  // of tokens
+  const int scale_row = static_cast<int>(args.scales.scale_row);
+  const uint32_t scales = shared_address(ring.shared) + args.stages * args.stage_bytes +
+                          scale_place(args, row + lane / 4) * scale_row;
+  const uint32_t last = shared_address(ring.filled(args.stages));
+  const uint32_t begin = shared_address(ring.shared) + place.stage * args.stage_bytes;
+  uint32_t x = begin + few_x_place(lane / 4, quarter * 4);
+  uint32_t weights = begin + args.stage_bytes - 64 * kRowBytes + (row % 64 + lane / 4) * kRowBytes +
+                     (quarter ^ lane / 8) * 16;
+  uint32_t met = shared_address(ring.filled(place.stage)), parity = place.parity;
+  int at = (ring.begin + first) * kW4MoeStep + quarter * 32;
+  mbarrier_wait(shared_address(ring.scaled()), 0);
 #pragma unroll 1
-  for (int step = begin + first; step < end; step += 2) {
-    materialize_now(weights, factors, x, met);
+  for (; at < ring.end * kW4MoeStep; at += 2 * kW4MoeStep) {
+    materialize_now(weights, x, met, at);
+    uint32_t words[2][4], factors[2][2], addends[2] = {};
+    const uint32_t rows[2] = {scales, scales + args.next_scales};
+    read_factors<kFloats, kBFloat16>(factors, addends, args, rows, args.turns * 64 * scale_row, at);
     mbarrier_wait(met, parity);
-    uint32_t words[2][4], scale[2], zero[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 v = load_shared_16(weights + half * 8 * kRowBytes);
       words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
-      const uint32_t from = factors + half * 128;
-      if constexpr (kFloats) {
-        scale[half] = load_shared_4(from);
-      } else {
-        const uint32_t which = quarter % 2 == 0 ? 0x1010 : 0x3232;
-        scale[half] = __byte_perm(load_shared_4(from), 0, which);
-        zero[half] = __byte_perm(load_shared_4(from + 8), 0, which);
-      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t a[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        decode_word<kFormat, kBFloat16>(a[half], words[half][i], zero[half]);
-        const uint32_t factor = kFloats ? spread(scale[half], i / 2) : scale[half];
+        decode_word<kFormat, kBFloat16>(a[half], words[half][i], addends[half]);
 #pragma unroll
-        for (uint32_t& pair : a[half]) pair = pairs_times<kBFloat16>(pair, factor);
+        for (uint32_t& pair : a[half]) pair = pairs_times<kBFloat16>(pair, factors[half][i / 2]);
       }
-      const uint32_t values = x + (i % 2 == 0 ? 0 : odd) + i / 2 * 128;
+      const uint32_t values = (x ^ i % 2 * 64) + i / 2 * 128;
 #pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) {
+      for (int n = 0; n < kW4MoeFewTokens / 8; ++n) {
         if (n >= eights && n > 0) break;
         const uint4 v = load_shared_16(values + n * 8 * (kW4MoeStep * 2));
-        warp_multiply_add<Product>(sums[n], a[0][0], a[1][0], a[0][1], a[1][1],
-                                   __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.y, v.w, 0x5410));
-        warp_multiply_add<Product>(sums[n], a[0][2], a[1][2], a[0][3], a[1][3],
-                                   __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x7632));
+        warp_multiply_add<Product>(sums[n], a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
+        warp_multiply_add<Product>(sums[n], a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
       }
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(freed + stage);
-    stage += 2;
-    const bool wraps = stage >= kStages;
-    if (wraps) stage -= kStages;
-    parity ^= wraps;
-    const int bytes = (wraps ? 2 - kStages : 2) * Shape::kStageBytes;
-    weights += bytes, factors += bytes, x += bytes;
-    met += (wraps ? 2 - kStages : 2) * 8;
+    if (elect_one()) arrive_at(met + kW4MoeFewStages * 8);
+    int further = 2;  // stages
+    if (met + 16 >= last) further -= args.stages, parity ^= 1;
+    weights += further * args.stage_bytes, x += further * args.stage_bytes, met += further * 8;
   }
+  place.stage = static_cast<int>(met - shared_address(ring.filled(0))) / 8;
+  place.parity = parity;
 }
 
 // All steps of many tokens, by the warpgroup of 64 rows; `row` is the thread's first.
@@ -281,38 +323,58 @@ __device__ __forceinline__ void multiply_many(const W4MoeArgs& args, const char*
   }
 }
 
-// The activation of a gate and the value that it gates.
-__device__ __forceinline__ float gated(const W4MoeArgs& args, float gate, float value) {
+// The activation of gates, times the values that they gate, to `v`: four at a time, since each is a
+// long chain of instructions.
+__device__ __forceinline__ void gate(const W4MoeArgs& args, float (&v)[4], float (&value)[4]) {
   // Comparisons, unlike min and max, keep NaN.
-  if (gate > args.limit) gate = args.limit;
-  if (value > args.limit) value = args.limit;
-  if (value < -args.limit) value = -args.limit;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (v[j] > args.limit) v[j] = args.limit;
+    if (value[j] > args.limit) value[j] = args.limit;
+    if (value[j] < -args.limit) value[j] = -args.limit;
+  }
   switch (args.activation) {
     case W4MoeActivation::kGelu:
-      return Gelu<false>::value(gate) * value;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = Gelu<false>::value(v[j]) * value[j];
+      break;
     case W4MoeActivation::kRelu:
-      return Relu<false>::value(gate) * value;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = Relu<false>::value(v[j]) * value[j];
+      break;
     default: {
-      if (args.activation == W4MoeActivation::kSiluResidual) value += 1.0f;
-      return sigmoid_times<false>(args.alpha * gate, gate) * value;
+      const bool residual = args.activation == W4MoeActivation::kSiluResidual;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float factor = residual ? value[j] + 1.0f : value[j];
+        v[j] = sigmoid_times<false>(args.alpha * v[j], v[j]) * factor;
+      }
     }
   }
 }
 
-// Two features of a token, of the sums of its rows with their bias.
+__device__ __forceinline__ void read_sums(float (&v)[4], const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+
+// Four features of a token, of the sums of its rows with their bias.
 __device__ __forceinline__ void finish(const W4MoeArgs& args, const float* sums, int feature,
-                                       float (&v)[2]) {
+                                       float (&v)[4]) {
   if (args.gated) {
     const float* const from = sums + feature / 8 * 16 + feature % 8;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) v[j] = gated(args, from[j], from[j + 8]);
+    float value[4];
+    read_sums(v, from);
+    read_sums(value, from + 8);
+    gate(args, v, value);
     return;
   }
-  const bool squares = !args.down;
+  read_sums(v, sums + feature);
+  if (args.down) return;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const float positive = Relu<false>::value(sums[feature + j]);
-    v[j] = squares ? positive * positive : sums[feature + j];
+  for (float& one : v) {
+    const float positive = Relu<false>::value(one);
+    one = positive * positive;
   }
 }
 
@@ -323,21 +385,33 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
   static_assert(!Shape::kFew || kStages % 2 == 0);
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t filled[kStages], freed[kStages];
+  __shared__ uint64_t barriers[2 * kStages + 1];
+  uint64_t *const filled = barriers, *const freed = barriers + kStages;
   __shared__ int elements[kTokens], sources[kTokens];  // rows of out and of x, or -1
   __shared__ const char* x_rows[Shape::kFew ? kTokens : 1];
   // The blocks of a cluster divide K.
   const int parts = Shape::kFew ? cluster_blocks() : 1, part = Shape::kFew ? cluster_rank() : 0;
   const int index = blockIdx.x / parts;
-  const int block = index / args.row_tiles, tile = index % args.row_tiles;
+  const int block = index / args.strips, first_tile = index % args.strips * args.turns;
+  const int turns = Shape::kFew ? min(args.turns, args.row_tiles - first_tile) : 1;
   const int begin = part * args.part_steps, end = min(begin + args.part_steps, args.steps);
-  const int group = tile * (kRows / 16);
+  const int first_group = first_tile * (kRows / 16);
   const int tile_features = args.gated ? kRows / 2 : kRows;
-  if (threadIdx.x == 0) {
+  // Uniform to the compiler.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  const int loader = warp - Shape::kConsumers / 32;
+  FewRing ring{shared, barriers, first_group, 0, begin, end, turns};
+  if constexpr (Shape::kFew) {
+    if (loader >= 0 && lane == 0) {
+      map_prefetch(&args.weight_map);
+      ring.set_up(args, loader);
+    }
+  } else if (threadIdx.x == 0) {
     map_prefetch(&args.weight_map);
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(filled + s, 1 + 2 * (Shape::kFew ? 32 : Shape::kLoaders));
-      mbarrier_init(freed + s, Shape::kConsumers / 32 / (Shape::kFew ? 2 : 1));
+      mbarrier_init(filled + s, 1 + 2 * Shape::kLoaders);
+      mbarrier_init(freed + s, Shape::kConsumers / 32);
     }
     mbarrier_init_fence();
   }
@@ -345,26 +419,41 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     grid_dependency_wait();
     grid_dependency_launch();
   }
-  const int expert = expert_of<kTokens>(args, block);
+  const int block_tokens = Shape::kFew ? args.block_tokens : kTokens;
+  const int expert = expert_of(args, block, block_tokens);
+  ring.expert = expert;
+  if constexpr (Shape::kFew) {
+    // Each thread requests only what its own barriers count, so that nothing waits for the others.
+    if (loader >= 0 && lane == 0 && expert >= 0) ring.start(args, loader);
+  }
   if (threadIdx.x < kTokens) {
-    const int element = element_at<kTokens>(args, block, threadIdx.x);
+    const int element = element_at(args, block, block_tokens, threadIdx.x);
     elements[threadIdx.x] = element;
     const int source = element < 0 ? -1 : element / args.divide;
     sources[threadIdx.x] = source;
-    if (Shape::kFew) x_rows[threadIdx.x] = source < 0 ? nullptr : args.x + source * args.x_row;
+    // Columns of padding hold anything, here a row that exists.
+    if (Shape::kFew) x_rows[threadIdx.x] = args.x + max(source, 0) * args.x_row;
   }
   __syncthreads();
-  // Uniform to the compiler.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (warp >= Shape::kConsumers / 32) {
+  // Of few tokens: those up to the last that is none of padding.
+  const int present =
+      Shape::kFew ? 32 - __clz(__ballot_sync(0xffffffffu, sources[lane] >= 0)) : kTokens;
+  if (loader >= 0) {
     if (expert >= 0) {
       if constexpr (Shape::kFew) {
-        load_few<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, sources, x_rows, filled,
-                                                              freed, expert, group, begin, end,
-                                                              warp - Shape::kConsumers / 32);
+        if (args.down) {
+          // Without lists, all weights of the second product fit into the L2 cache.
+          if (args.slots == nullptr && lane == 0) {
+            for (int i = begin + loader + args.stages; i < end; i += 2) {
+              tile_prefetch(&args.weight_map, i * kRowBytes, first_group, expert);
+            }
+          }
+          grid_dependency_wait();
+        }
+        load_few(args, ring, x_rows, present, loader);
       } else {
         load_many<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, sources, filled, freed,
-                                                               expert, group);
+                                                               expert, first_group);
       }
       if (parts > 1) {
         __syncwarp();
@@ -390,94 +479,100 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
       }
     }
   }
-  const int first_feature = tile * tile_features;
-  // Two features of a token at a time; `results` has the sums of all rows.
-  const auto store = [&](const float* results) {
+  // Four features of a token at a time; `results` has the sums of all rows of the tile.
+  const auto store = [&](int tile, const float* results) {
+    const int first_feature = tile * tile_features;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kTokens * tile_features / 2; i += Shape::kConsumers) {
-      const int token = args.gated ? i / (kRows / 4) : i / (kRows / 2);
-      const int feature = i * 2 - token * tile_features;
+    for (int i = threadIdx.x; i < block_tokens * tile_features / 4; i += Shape::kConsumers) {
+      const int token = args.gated ? i / (kRows / 8) : i / (kRows / 4);
+      const int feature = i * 4 - token * tile_features;
       const int element = elements[token];
       if (element < 0 || first_feature + feature >= args.features) continue;
-      float v[2] = {};
+      float v[4] = {};
       if (results != nullptr) finish(args, results + token * Shape::kSumRow, feature, v);
       const int64_t row = static_cast<int64_t>(element) * args.features;
-      *reinterpret_cast<uint32_t*>(args.out + row + first_feature + feature) = Format::pack(v);
+      *reinterpret_cast<uint2*>(args.out + row + first_feature + feature) =
+          make_uint2(Format::pack(v), Format::pack(v + 2));
     }
   };
   if (expert < 0) {
-    if (args.down && expert == -1) store(nullptr);
+    for (int turn = 0; turn < turns && args.down && expert == -1; ++turn) {
+      store(first_tile + turn, nullptr);
+    }
     return;
   }
 
-  const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
   // Rows of this thread, within the tile, are my_row and 8 further.
   const int first_row = (Shape::kFew ? 0 : warpgroup * 64) + warp % 4 * 16;
-  const int my_row = first_row + lane / 4;
-  float factor = missing_power<kBFloat16>(args.scales.format);
-  if (args.global_scale != nullptr) factor *= args.global_scale[expert];
-  float bias[2] = {-0.0f, -0.0f};
-  if (args.bias != nullptr) {
+  const auto each_sum = [&](const auto& of) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = min(weight_row(args, group, my_row + half * 8), args.weight_rows - 1);
-      bias[half] =
-          Format::from_bits(args.bias[static_cast<int64_t>(expert) * args.weight_rows + row]);
+    for (int i = 0; i < kTokens / 2; ++i) {
+      if (!Shape::kFew || i / 4 * 8 < args.block_tokens) of(i);
     }
-  }
-  float sums[kTokens / 2];
-  if constexpr (Shape::kFew) {
-    float eights[kTokens / 8][4] = {};
-    multiply_few<kFloats, kBFloat16, kTokens, kRows, kStages>(shared, sources, filled, freed, begin,
-                                                              end, warpgroup, first_row, eights);
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sums[i] = eights[i / 4][i % 4];
-  } else {
-#pragma unroll
-    for (float& sum : sums) sum = 0.0f;
-    multiply_many<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, filled, freed, my_row,
-                                                               sums);
-  }
-  consumers_sync<Shape::kConsumers>();  // every stage was read
-  float* const results = reinterpret_cast<float*>(shared);
-  // Sum i is of row my_row, or of the 8th behind it, and this token.
-  const auto place_of = [&](int i) {
-    const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    return results + token * Shape::kSumRow + my_row + i / 2 % 2 * 8;
   };
-  if constexpr (Shape::kFew) {
-    if (warpgroup == 1) {
+  FewPlace place{warpgroup};
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    const int tile = first_tile + turn;
+    float sums[kTokens / 2];
+    if constexpr (Shape::kFew) {
+      float eights[kTokens / 8][4] = {};
+      multiply_few<kFloats, kBFloat16>(args, ring, place, present, warpgroup,
+                                       turn * kRows + first_row, eights);
 #pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) *place_of(i) = sums[i];
+      for (int i = 0; i < kTokens / 2; ++i) sums[i] = eights[i / 4][i % 4];
+    } else {
+#pragma unroll
+      for (float& sum : sums) sum = 0.0f;
+      multiply_many<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, filled, freed,
+                                                                 first_row + lane / 4, sums);
+    }
+    // Only here, since registers are scarce before.
+    const int thread = thread_again();
+    const int my_row =
+        (Shape::kFew ? 0 : thread / 128 * 64) + thread / 32 % 4 * 16 + thread % 32 / 4;
+    float* const results = reinterpret_cast<float*>(shared + (Shape::kFew ? args.sums : 0));
+    // Sum i is of row my_row, or of the 8th behind it, and this token.
+    const auto place_of = [&](int i) {
+      const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      return results + token * Shape::kSumRow + my_row + i / 2 % 2 * 8;
+    };
+    float factor = missing_power<kBFloat16>(args.scales.format);
+    if (args.global_scale != nullptr) factor *= args.global_scale[expert];
+    float bias[2] = {-0.0f, -0.0f};
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row =
+            min(weight_row(args, tile * (kRows / 16), my_row + half * 8), args.weight_rows - 1);
+        bias[half] =
+            Format::from_bits(args.bias[static_cast<int64_t>(expert) * args.weight_rows + row]);
+      }
+    }
+    consumers_sync<Shape::kConsumers>();  // every stage was read, or the last turn's sums
+    if constexpr (Shape::kFew) {
+      if (warpgroup == 1) each_sum([&](int i) { *place_of(i) = sums[i]; });
+      consumers_sync<Shape::kConsumers>();
+      if (warpgroup == 0) each_sum([&](int i) { sums[i] += *place_of(i); });
+      if (parts > 1) {
+        if (warpgroup == 0 && part > 0) each_sum([&](int i) { *place_of(i) = sums[i]; });
+        cluster_meet();
+        if (warpgroup == 0 && part == 0) {
+          for (int other = 1; other < parts; ++other) {
+            each_sum([&](int i) { sums[i] += load_remote(place_of(i), other); });
+          }
+        }
+        cluster_meet();
+        if (part > 0) return;
+      }
+    }
+    if (!Shape::kFew || warpgroup == 0) {
+      each_sum([&](int i) { *place_of(i) = fmaf(sums[i], factor, bias[i / 2 % 2]); });
     }
     consumers_sync<Shape::kConsumers>();
-    if (warpgroup == 0) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) sums[i] += *place_of(i);
-    }
-    if (parts > 1) {
-      if (warpgroup == 0 && part > 0) {
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) *place_of(i) = sums[i];
-      }
-      cluster_meet();
-      if (warpgroup == 0 && part == 0) {
-        for (int other = 1; other < parts; ++other) {
-#pragma unroll
-          for (int i = 0; i < kTokens / 2; ++i) sums[i] += load_remote(place_of(i), other);
-        }
-      }
-      cluster_meet();
-      if (part > 0) return;
-    }
+    store(tile, results);
   }
-  if (!Shape::kFew || warpgroup == 0) {
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) *place_of(i) = fmaf(sums[i], factor, bias[i / 2 % 2]);
-  }
-  consumers_sync<Shape::kConsumers>();
-  store(results);
 }
 
 #define TIERCEL_W4_MOE(floats, bfloat16, tokens, rows, stages, together, name)                     \
@@ -488,10 +583,10 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
    stages,                                                                                         \
    Kernel("w4_moe<" name ", tokens=" #tokens ">",                                                  \
           reinterpret_cast<const void*>(w4_moe<floats, bfloat16, tokens, rows, stages, together>), \
-          stages * w4_moe_stage_bytes(tokens, rows))}
+          rows == 64 ? kW4MoeMostShared : stages * w4_moe_stage_bytes(tokens, rows))}
 
-#define TIERCEL_W4_MOE_OF(floats, bfloat16, name)       \
-  TIERCEL_W4_MOE(floats, bfloat16, 32, 64, 4, 3, name), \
+#define TIERCEL_W4_MOE_OF(floats, bfloat16, name)        \
+  TIERCEL_W4_MOE(floats, bfloat16, 32, 64, 16, 3, name), \
       TIERCEL_W4_MOE(floats, bfloat16, 128, 192, 4, 1, name)
 
 const W4MoeKernel kKernels[] = {TIERCEL_W4_MOE_OF(true, true, "e2m1, bfloat16"),

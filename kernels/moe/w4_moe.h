@@ -30,7 +30,7 @@ struct W4MoePlan {
   unsigned dynamic_smem;
 };
 
-// One product. The routing is the lists of moe_align_block_size, in blocks of 32 or 128 or,
+// One product. The routing is the lists of moe_align_block_size, in blocks of 8, 16, 32 or 128 or,
 // of bfloat16 and e2m1 weights, 64; without them each id is a block of its own.
 struct W4MoeCall {
   W4Format format = W4Format::kMxfp4;

@@ -48,6 +48,14 @@ struct W4MoeArgs {
   int steps;
   int part_steps;  // of them, a part of K has: each block of a cluster has a part
   int row_tiles;
+  int strips;  // of `turns` tiles, which a thread block multiplies one after another
+  int turns;   // 1 but for few tokens
+  // Of few tokens:
+  int block_tokens;  // of a block of the routing
+  int stages;        // even
+  int stage_bytes;
+  int sums;         // bytes to the sums, behind stages and scales
+  int next_scales;  // bytes from a row's scales to those of the row that is 8 further in the tile
   W4MoeActivation activation;
   float alpha, limit;
   bool gated;
@@ -55,22 +63,27 @@ struct W4MoeArgs {
 };
 
 struct W4MoeKernel {
-  int tokens;  // of a block of the routing
+  int tokens;  // of a block of the routing; few tokens: at most
   int rows;    // of the weight, a tile
   bool floats;
   bool bfloat16;
-  int stages;
+  int stages;  // few tokens: at most
   Kernel kernel;
 };
 
 // Threads that multiply, by the rows of a tile: few tokens have 64. The others load.
 constexpr int w4_moe_consumers(int rows) { return rows == 64 ? 256 : rows * 2; }
-constexpr int w4_moe_loaders(int rows) { return rows == 64 ? 64 : 128; }
+constexpr int w4_moe_loaders(int rows) { return rows == 192 ? 128 : 64; }
 constexpr int w4_moe_threads(int rows) { return w4_moe_consumers(rows) + w4_moe_loaders(rows); }
 
-// x, weights, and 16 bytes of scales a row.
+inline constexpr int kW4MoeFewTokens = 32;           // a block of few tokens has 8, 16 or 32
+inline constexpr int kW4MoeFewStages = 16;           // at most
+inline constexpr int kW4MoeMostShared = 226 * 1024;  // dynamic shared memory of a thread block
+
+// x, weights and, of many tokens, 16 bytes of scales a row.
 constexpr int w4_moe_stage_bytes(int tokens, int rows) {
-  return tokens * (kW4MoeStep * 2) + rows * (kW4MoeStep / 2 + 16);
+  const int scales = rows == 64 ? 0 : 16;
+  return tokens * (kW4MoeStep * 2) + rows * (kW4MoeStep / 2 + scales);
 }
 
 const W4MoeKernel* w4_moe_kernels(int* count);

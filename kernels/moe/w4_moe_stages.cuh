@@ -15,6 +15,24 @@ namespace tiercel {
 
 inline constexpr int kRowBytes = kW4MoeStep / 2;  // of a row of the weight in a stage
 
+// 16 bytes at an address from shared_address().
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
+// One lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t one;
+  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }"
+               : "=r"(one));
+  return one != 0;
+}
+
 // This thread's arrival, when all copies that it has started are there.
 __device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
@@ -40,7 +58,8 @@ __device__ __forceinline__ void tile_prefetch(const CUtensorMap* map, int byte, 
 template <int kTokens, int kRows>
 struct Tile {
   // Few tokens: products of warps, and the two halves of the consumers take the steps of K in turn.
-  // The number of stages is even then, so that each stage is of one half, which sees all phases.
+  // The number of stages is even then, so that each stage is of one half, which sees all phases. A
+  // stage's sizes are those of W4MoeArgs.
   static constexpr bool kFew = kRows == 64;
   static constexpr int kConsumers = w4_moe_consumers(kRows);
   static constexpr int kLoaders = w4_moe_loaders(kRows);
@@ -56,16 +75,16 @@ __device__ __forceinline__ int weight_row(const W4MoeArgs& args, int group, int 
   return (group + row / 16) * rows.group + row / 8 % 2 * rows.half + row % 8 * rows.next;
 }
 
-// The scales of each `kStride`th step from `step` on; behind the end of K anything that is finite.
-template <bool kFloats, int kStride, int kSteps>
+// The scales of the steps from `step` on; behind the end of K anything that is finite.
+template <bool kFloats, int kSteps>
 __device__ __forceinline__ void load_step_scales(StepBits<kFloats> (&bits)[kSteps],
                                                  const W4MoeArgs& args, const char* scale,
                                                  const char* zero, int step) {
   if constexpr (!kFloats) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      load_scales<false>(bits[i], args.scales, scale, zero,
-                         min(step + i * kStride, args.steps - 1) * kW4MoeStep, args.k);
+      load_scales<false>(bits[i], args.scales, scale, zero, 0, 0,
+                         min(step + i, args.steps - 1) * kW4MoeStep, args.k);
     }
     return;
   }
@@ -73,8 +92,7 @@ __device__ __forceinline__ void load_step_scales(StepBits<kFloats> (&bits)[kStep
   const auto load = [&](const auto* from) {
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      const int at = i / 2 * (2 * kStride) + i % 2;
-      bits[i / 2].scale[i % 2] = at * 64 < rest ? from[at] : 0;
+      bits[i / 2].scale[i % 2] = i * 64 < rest ? from[i] : 0;
     }
   };
   if (args.scales.format == W4Format::kNvfp4) {
@@ -89,7 +107,9 @@ template <bool kFloats, bool kBFloat16>
 __device__ __forceinline__ void store_scales(char* to, const StepBits<kFloats>& bits,
                                              const W4Scales& format) {
   StepScales<kFloats> scales;
-  unpack_scales<kFloats, kBFloat16>(scales, bits, format);
+  StepBits<kFloats> each = bits;
+  if constexpr (kFloats) each.exponents[0] = each.scale[0], each.exponents[1] = each.scale[1];
+  unpack_scales<kFloats, kBFloat16>(scales, each, format);
   uint4 words;
   if constexpr (kFloats) {
     words = {scales.scale[0], scales.scale[1], scales.scale[2], scales.scale[3]};
@@ -112,98 +132,163 @@ struct RowScales {
 };
 
 // The place of a chunk of 8 values of a token's row of x, in bytes from the stage's beginning.
-template <int kTokens, int kRows>
+template <int kXBytes>
 __device__ __forceinline__ int x_place(int token, int chunk) {
-  using Shape = Tile<kTokens, kRows>;
-  if constexpr (Shape::kFew) {
-    // A lane's four chunks lie 64 bytes apart, and two tokens' in different banks.
-    return token * (kW4MoeStep * 2) + (chunk % 4 ^ token % 2) * 64 + chunk / 4 * 16;
-  }
-  return chunk / 8 * (Shape::kXBytes / 2) + token * 128 + (chunk % 8 ^ token % 8) * 16;
+  return chunk / 8 * (kXBytes / 2) + token * 128 + (chunk % 8 ^ token % 8) * 16;
 }
 
-// Fills the stages of few tokens, of each second step from `begin` + `first` to `end`: one warp, a
-// lane for two rows of the tile. Weights are requested before all else.
-template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages>
-__device__ __forceinline__ void load_few(const W4MoeArgs& args, char* shared, const int* sources,
-                                         const char* const* x_rows, uint64_t* filled,
-                                         uint64_t* freed, int expert, int group, int begin, int end,
-                                         int first) {
-  using Shape = Tile<kTokens, kRows>;
-  constexpr int kAhead = kFloats ? 2 : 1;  // steps of this warp
-  static_assert(kTokens == 32 && kRows == 64);
+// The same of few tokens: a lane's four chunks lie 64 bytes apart, and two tokens' in different
+// banks.
+__device__ __forceinline__ int few_x_place(int token, int chunk) {
+  return token * (kW4MoeStep * 2) + (chunk % 4 ^ token % 2) * 64 + chunk / 4 * 16;
+}
+
+// The place in the scales of few tokens of a row of a strip of tiles: they lie as in memory, in one
+// run of rows, or those of the gates and then those of what they are for.
+__device__ __forceinline__ int scale_place(const W4MoeArgs& args, int row) {
+  const W4MoeRows& rows = args.rows;
+  const int half = rows.group == 8 ? 32 * args.turns : rows.half;
+  return row / 16 * rows.group + row / 8 % 2 * half + row % 8 * rows.next;
+}
+
+// The ring of few tokens: the stages' rows of x and of weights, then the scales of the tiles that
+// the thread block multiplies in turn, and sums.
+struct FewRing {
+  char* shared;
+  uint64_t* barriers;
+  int group, expert;
+  int begin, end;  // of the steps of each turn
+  int turns;
+
+  __device__ __forceinline__ uint64_t* filled(int stage) const { return barriers + stage; }
+  __device__ __forceinline__ uint64_t* freed(int stage) const {
+    return filled(kW4MoeFewStages + stage);
+  }
+  __device__ __forceinline__ uint64_t* scaled() const { return filled(2 * kW4MoeFewStages); }
+
+  // One thread of the loading warp `first` sets up the barriers of its stages.
+  __device__ __forceinline__ void set_up(const W4MoeArgs& args, int first) const {
+    for (int s = first; s < args.stages; s += 2) {
+      mbarrier_init(filled(s), 1 + 32);
+      mbarrier_init(freed(s), 4);
+    }
+    if (first == 1) mbarrier_init(scaled(), 1);
+    mbarrier_init_fence();
+  }
+
+  __device__ __forceinline__ void load_weights(const W4MoeArgs& args, int turn, int step,
+                                               int stage) const {
+    constexpr int kBytes = 64 * kRowBytes;
+    mbarrier_expect(filled(stage), kBytes);
+    tile_load(shared + (stage + 1) * args.stage_bytes - kBytes, &args.weight_map, step * kRowBytes,
+              group + turn * 4, expert, filled(stage));
+  }
+
+  __device__ __forceinline__ void load_tile_scales(const W4MoeArgs& args) const {
+    const int runs = args.rows.group == 8 ? 2 : 1;
+    const uint32_t of_turn = 64 / runs * static_cast<uint32_t>(args.scales.scale_row);
+    const uint32_t bytes = of_turn * turns;  // the last strip may have fewer turns
+    const bool zeros = args.scales.zero != nullptr;
+    char* to = shared + args.stages * args.stage_bytes;
+    mbarrier_expect(scaled(), bytes * runs * (zeros ? 2 : 1));
+    for (int i = 0; i < (zeros ? 2 * runs : runs); ++i, to += of_turn * args.turns) {
+      const int64_t row =
+          static_cast<int64_t>(expert) * args.weight_rows + weight_row(args, group, i % runs * 8);
+      const char* const from = i < runs ? args.scales.scale : args.scales.zero;
+      bulk_load(to, from + row * args.scales.scale_row, bytes, scaled());
+    }
+  }
+
+  // What needs no rows of x, by the thread that set_up().
+  __device__ __forceinline__ void start(const W4MoeArgs& args, int first) const {
+    if (first == 1) load_tile_scales(args);
+    for (int s = first; s < args.stages && begin + s < end; s += 2) {
+      load_weights(args, 0, begin + s, s);
+    }
+  }
+};
+
+// Puts runs of 8 values, kApart bytes apart, in the order of decode_word(): 0 4, 2 6, 1 5, 3 7.
+template <int kRuns, int kApart>
+__device__ __forceinline__ void reorder_values(uint32_t at) {
+  uint4 v[kRuns];
+#pragma unroll
+  for (int i = 0; i < kRuns; ++i) v[i] = load_shared_16(at + i * kApart);
+#pragma unroll
+  for (int i = 0; i < kRuns; ++i) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at + i * kApart),
+                 "r"(__byte_perm(v[i].x, v[i].z, 0x5410)), "r"(__byte_perm(v[i].y, v[i].w, 0x5410)),
+                 "r"(__byte_perm(v[i].x, v[i].z, 0x7632)), "r"(__byte_perm(v[i].y, v[i].w, 0x7632))
+                 : "memory");
+  }
+}
+
+// Fills the stages of each second step from `begin` + `first` to `end`, of each turn: one warp,
+// which goes on to the next turn while sums are finished. Tokens' rows of x are at `rows`, of which
+// `present` are not all padding. Each lane reorders what it copied, one step later, so that four
+// warps need not.
+__device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& ring,
+                                         const char* const* rows, int present, int first) {
+  constexpr int kPassBytes = 2 * kW4MoeStep * 2;  // two tokens
+  constexpr int kKept = 8;                        // row pointers in registers: 16 tokens
+  if (ring.begin + first >= ring.end) return;
   const int lane = threadIdx.x % 32;
-  const auto load_weights = [&](int step, int stage) {
-    if (lane != 0) return;
-    mbarrier_expect(filled + stage, Shape::kWeightBytes);
-    tile_load(shared + stage * Shape::kStageBytes + Shape::kXBytes, &args.weight_map,
-              step * kRowBytes, group, expert, filled + stage);
-  };
-#pragma unroll 1
-  for (int i = 0; i < kStages; i += 2) {
-    if (begin + first + i < end) load_weights(begin + first + i, first + i);
-  }
-  const RowScales rows[2] = {{args, expert, group, lane}, {args, expert, group, lane + 32}};
-  StepBits<kFloats> ahead[2][kAhead], bits[2][kAhead];
-  const auto load_ahead = [&](int step) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      load_step_scales<kFloats, 2>(ahead[i], args, rows[i].scale, rows[i].zero, step);
-    }
-  };
-  load_ahead(begin + first);
-  if (args.down) {
-    // Without lists, all weights of the second product fit into the L2 cache.
-    if (args.slots == nullptr && lane == 0) {
-      for (int i = begin + first + kStages; i < end; i += 2) {
-        tile_prefetch(&args.weight_map, i * kRowBytes, group, expert);
-      }
-    }
-    grid_dependency_wait();
-  }
-  const int passes = (33 - __clz(__ballot_sync(0xffffffffu, sources[lane] >= 0))) / 2;
   const int chunk = lane % 16, token = lane / 16;
+  const char* kept[kKept];
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) kept[i] = rows[token + i * 2];
   const uint32_t place =
-      shared_address(shared) + static_cast<uint32_t>(x_place<kTokens, kRows>(token, chunk));
-  int stage = first;
-  uint32_t parity = 1;
+      shared_address(ring.shared) + static_cast<uint32_t>(few_x_place(token, chunk));
+  // One pass for a token or two, or four, or eight, and then four by four; what is beyond the last
+  // token is a row that exists, in columns of padding.
+  const auto finish = [&](int stage) {
+    const uint32_t at = place + stage * args.stage_bytes;
+    if (present <= 2) {
+      reorder_values<1, kPassBytes>(at);
+    } else {
 #pragma unroll 1
-  for (int base = begin + first; base < end; base += 2 * kAhead) {
-#pragma unroll 1
-    for (int step = base; step < min(base + 2 * kAhead, end); step += 2) {
-      mbarrier_wait(freed + stage, parity);
-      if (step >= begin + kStages) load_weights(step, stage);
-      const int at = step * kW4MoeStep + chunk * 8;
-      const uint32_t to = place + stage * Shape::kStageBytes;
-#pragma unroll 1
-      for (int pass = 0; pass < passes; pass += 2) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const char* const row = x_rows[token + (pass + i) * 2];
-          // Zeros behind the end of K; columns of padding hold anything.
-          if (row == nullptr) continue;
-          async_copy_16(to + (pass + i) * (2 * kW4MoeStep * 2), row + at * 2, at < args.k);
-        }
-      }
-      if (step == base) {
-        // All of them, before the next are requested: a wait for one is a wait for the others.
-#pragma unroll
-        for (int i = 0; i < 2 * kAhead; ++i) bits[i % 2][i / 2] = ahead[i % 2][i / 2];
-        load_ahead(base + 2 * kAhead);
-      }
-      char* const scales =
-          shared + stage * Shape::kStageBytes + Shape::kXBytes + Shape::kWeightBytes + lane * 16;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        store_scales<kFloats, kBFloat16>(scales + i * 512, bits[i][0], args.scales);
-#pragma unroll
-        for (int j = 1; j < kAhead; ++j) bits[i][j - 1] = bits[i][j];
-      }
-      arrive_with_copies(filled + stage);
-      mbarrier_arrive(filled + stage);
-      stage += 2;
-      if (stage >= kStages) stage -= kStages, parity ^= 1;
+      for (int i = 0; i < present; i += 8) reorder_values<4, kPassBytes>(at + i / 2 * kPassBytes);
     }
+    mbarrier_arrive(ring.filled(stage));
+  };
+  int stage = first, last_stage = -1;
+  uint32_t parity = 1;
+  int turn = 0;
+#pragma unroll 1
+  for (int step = ring.begin + first; step < ring.end || ++turn < ring.turns; step += 2) {
+    if (step >= ring.end) step = ring.begin + first;
+    mbarrier_wait(ring.freed(stage), parity);
+    const bool started = turn == 0 && step < ring.begin + args.stages;
+    if (!started && elect_one()) ring.load_weights(args, turn, step, stage);
+    const int at = step * kW4MoeStep + chunk * 8;
+    const bool real = at < args.k;  // zeros behind the end of K
+    const uint32_t to = place + stage * args.stage_bytes;
+    const auto copy = [&](int i, const char* row) {
+      async_copy_16(to + i * kPassBytes, row + 2u * at, real);
+    };
+    copy(0, kept[0]);
+    if (present > 2) {
+#pragma unroll
+      for (int i = 1; i < 4; ++i) copy(i, kept[i]);
+    }
+    if (present > 8) {
+#pragma unroll
+      for (int i = 4; i < kKept; ++i) copy(i, kept[i]);
+    }
+#pragma unroll 1
+    for (int i = kKept; i * 2 < present; ++i) copy(i, rows[token + i * 2]);
+    async_copy_commit();
+    if (last_stage >= 0) {
+      async_copy_wait<1>();
+      finish(last_stage);
+    }
+    last_stage = stage;
+    stage += 2;
+    if (stage >= args.stages) stage = first, parity ^= 1;
+  }
+  if (last_stage >= 0) {
+    async_copy_wait<0>();
+    finish(last_stage);
   }
 }
 
@@ -242,27 +327,36 @@ __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, c
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       if (!mine(turn)) continue;
-      load_step_scales<kFloats, 1>(ahead[turn], args, scale[turn], zero[turn], step);
+      load_step_scales<kFloats>(ahead[turn], args, scale[turn], zero[turn], step);
     }
   };
   load_ahead(0);
   if (args.down) grid_dependency_wait();
   const int chunk = thread % 16, token = thread / 16;
   const uint32_t place =
-      shared_address(shared) + static_cast<uint32_t>(x_place<kTokens, kRows>(token, chunk));
-  const char* from[kPasses];
+      shared_address(shared) + static_cast<uint32_t>(x_place<Shape::kXBytes>(token, chunk));
+  uint32_t from[kPasses];  // in 16 bytes
   int passes = 0;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
     const int source = sources[token + i * kAtOnce];
     if (source >= 0) passes = i + 1;
     // Columns of padding hold anything, here a row that exists.
-    from[i] = args.x + (source >= 0 ? source : max(sources[0], 0)) * args.x_row + chunk * 16;
+    from[i] = static_cast<uint32_t>(source >= 0 ? source : max(sources[0], 0)) *
+                  static_cast<uint32_t>(args.x_row / 16) +
+              chunk;
   }
   int stage = 0;
   uint32_t parity = 1;
 #pragma unroll 1
   for (int base = 0; base < args.steps; base += kAhead) {
+    // All of them, before the next are requested: a wait for one is a wait for the others. Not
+    // within the inner loop, whose end would move, and so wait for, what was just requested.
+#pragma unroll
+    for (int i = 0; i < kTurns * kAhead; ++i) {
+      bits[i / kAhead][i % kAhead] = ahead[i / kAhead][i % kAhead];
+    }
+    load_ahead(base + kAhead);
 #pragma unroll 1
     for (int step = base; step < min(base + kAhead, args.steps); ++step) {
       mbarrier_wait(freed + stage, parity);
@@ -272,15 +366,11 @@ __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, c
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         if (pass % kTestEach == 0 && pass >= passes) break;
-        async_copy_16(to + pass * (kAtOnce * 128), from[pass] + step * (kW4MoeStep * 2), real);
-      }
-      if (step == base) {
-        // All of them, before the next are requested: a wait for one is a wait for the others.
-#pragma unroll
-        for (int i = 0; i < kTurns * kAhead; ++i) {
-          bits[i / kAhead][i % kAhead] = ahead[i / kAhead][i % kAhead];
-        }
-        load_ahead(base + kAhead);
+        // The swizzle repeats after 8 tokens.
+        const uint32_t swizzled = to ^ pass * kAtOnce % 8 * 16;
+        async_copy_16(swizzled + pass * (kAtOnce * 128),
+                      args.x + static_cast<uint64_t>(from[pass]) * 16 + step * (kW4MoeStep * 2),
+                      real);
       }
       char* const scales =
           shared + stage * Shape::kStageBytes + Shape::kXBytes + Shape::kWeightBytes + thread * 16;

@@ -38,9 +38,11 @@ def check(
     interleaved=False,
     dtype=torch.bfloat16,
     change=None,
+    spare=0,
     **values,
 ):
-    """Both products, each against float64 of its own operands. `block` 0: without a routing."""
+    """Both products, each against float64 of its own operands. `block` 0: without a routing;
+    `spare` blocks of it are not in use."""
     gated = activation != "relu_squared"
     up = Experts(layout, experts, inner * (1 + gated), hidden, dtype, "cpu")
     down = Experts(layout, experts, hidden, inner, dtype, "cpu")
@@ -49,6 +51,11 @@ def check(
     if change is not None:
         ids = change(ids)
     lists = ref.moe_align_block_size(ids, block, experts) if block else (None, None, None)
+    if spare:
+        slots, of_blocks, used = lists
+        more = torch.full((-len(slots) % block + spare * block,), ids.numel(), dtype=torch.int32)
+        none = torch.full((spare,), -1, dtype=torch.int32)
+        lists = (torch.cat([slots, more]), torch.cat([of_blocks, none]), used)
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
     alpha, limit = values.get("alpha", 1.0), values.get("limit", 0.0)
@@ -69,7 +76,7 @@ def check(
         assert_close(out[element], *down.product(middle[element], expert))
 
 
-@pytest.mark.parametrize("block", [0, 32, 128])
+@pytest.mark.parametrize("block", [0, 8, 16, 32, 128])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_formats(layout, block):
     check(layout, block, tokens=20 if block else 3, hidden=256)
@@ -94,6 +101,14 @@ def test_sizes(block):
     check("nvfp4", block, tokens=5, hidden=64, inner=1408, experts=1, k=1)
 
 
+@pytest.mark.parametrize("layout", ["mxfp4", "int4-64-zero"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tiles_in_turn(layout, interleaved):
+    """The grid is large enough for thread blocks of two tiles; the last one has a single tile."""
+    check(layout, 8, tokens=12, hidden=1472, inner=64, interleaved=interleaved, spare=800)
+    check(layout, 16, tokens=9, hidden=64, inner=192, activation="relu_squared", spare=1600)
+
+
 @pytest.mark.parametrize("layout", ["nvfp4", "int4-32"])
 @pytest.mark.parametrize("hidden", [1088, 2112])
 def test_divided_k(layout, hidden):
@@ -101,7 +116,7 @@ def test_divided_k(layout, hidden):
     check(layout, 0, tokens=3, hidden=hidden, inner=64, activation="silu_residual")
 
 
-@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("block", [8, 16, 32, 128])
 def test_several_blocks_of_an_expert(block):
     check("int4-128", block, tokens=300, experts=2, k=1, hidden=128, inner=128)
 
@@ -126,9 +141,10 @@ def test_ids_of_no_expert(block):
 def test_in_any_order():
     for seed in (1, 2):
         with options(seed=seed):
-            check("mxfp4", 32, hidden=1408)
+            check("mxfp4", 16, hidden=1408)
             check("int4-32", 128, hidden=896)
             check("nvfp4", 64, hidden=896)
+            check("nvfp4", 8, hidden=1472, inner=64, spare=800)
             check("mxfp4", 0, tokens=3, hidden=1408)  # K divided by clusters
 
 

@@ -23,7 +23,7 @@ __all__ = ["w4_moe"]
 _FORMAT_INDEX = {name: index for index, name in enumerate(FORMATS)}
 _ACTIVATION_INDEX = {name: index for index, name in enumerate(W4_ACTIVATIONS)}
 
-_DIRECT_IDS = 16  # kDirectIds of w4_moe.cc: without a routing, each id is a block
+_DIRECT_IDS = 4  # at most, without a routing: each is a block then; w4_moe.cc takes up to 16
 
 
 def _block_size(elements: int, experts: int, has_middle: bool) -> int:
@@ -31,9 +31,9 @@ def _block_size(elements: int, experts: int, has_middle: bool) -> int:
     kernels for blocks of 64."""
     rows = elements / max(experts, 1)
     # Sums have another order in larger blocks.
-    if _C.batch_invariant() or rows <= (12 if has_middle else 20):
-        return 32
-    return 64 if has_middle and rows <= 64 else 128
+    if _C.batch_invariant() or rows <= (10 if has_middle else 20):
+        return 8 if rows <= 3 else 16 if rows <= 10 else 32
+    return 64 if has_middle and rows <= 48 else 128
 
 
 def _route(
