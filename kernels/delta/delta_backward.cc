@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "kernels/delta/delta_checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/math.h"
 
 namespace tiercel {
@@ -13,11 +14,14 @@ namespace {
 
 constexpr const char* kOp = "gated_delta_rule_backward";
 
-struct Launches {
-  const Kernel* kernels[3] = {};
-  LaunchConfig configs[3] = {};
+// In this order.
+enum Step { kChunks, kTransitions, kScan, kPasses, kGradients, kSteps };
 
-  void set(int at, const Kernel* kernel, int64_t grid, int64_t heads, int threads, int smem) {
+struct Launches {
+  const Kernel* kernels[kSteps] = {};
+  LaunchConfig configs[kSteps] = {};
+
+  void set(Step at, const Kernel* kernel, int64_t grid, int64_t heads, int threads, int smem) {
     kernels[at] = kernel;
     configs[at].dependent = true;
     configs[at].grid = {static_cast<uint32_t>(grid), static_cast<uint32_t>(heads), 1};
@@ -25,6 +29,31 @@ struct Launches {
     configs[at].dynamic_smem = static_cast<uint32_t>(smem);
   }
 };
+
+constexpr int64_t kLeastSegments = 3;  // of a sequence; below, transitions cost what they spare
+constexpr int64_t kLeastDivided = 32;  // chunks of a sequence
+constexpr int64_t kLeastChunks = 8;    // of a segment
+
+// Blocks of two slices that find what a segment does: forward, to values and by factors; and back.
+int64_t transition_parts(const DeltaSizes& sizes) {
+  const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
+  return ceil_div(slices + sizes.key_size / kDeltaSlice, kDeltaGroups);
+}
+
+// The length of segments in chunks, if all sequences together leave most multiprocessors idle; 0
+// for whole sequences, as always in the batch-invariant mode. The blocks that find what segments do
+// run all at once: all but the last segment of a sequence have terms forward, all but the first
+// have terms back, and all have factors.
+int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) {
+  if (batch_invariant() || count == 0 || sizes.key_size != kDeltaScanSize) return 0;
+  const int64_t chunks = places - count;
+  const int64_t terms = ceil_div(ceil_div(sizes.value_size, kDeltaSlice), kDeltaGroups);
+  const int64_t of_segment = sizes.v_heads * (transition_parts(sizes) + terms);
+  const int64_t spared = sizes.v_heads * count * 2 * terms;
+  const int64_t segments = (kDefaultMultiprocessors + spared) / of_segment;
+  if (segments < kLeastSegments * count || chunks < kLeastDivided * count) return 0;
+  return std::max(kLeastChunks, ceil_div(chunks, segments));
+}
 
 // A gradient, contiguous and like `of`.
 Status check_gradient(const char* name, const TensorView& view, const TensorView& of,
@@ -49,7 +78,7 @@ DeltaHeads heads_of(const TensorView& view) {
 
 Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackwardPlan* plan,
                Launches* launches) {
-  *plan = {"none", "none", "none", 0, 0, 0, 0};
+  *plan = {"none", "none", "none", 0, 0, 0, 0, 0};
   const DeltaRuleCall& rule = call.rule;
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {rule.q, rule.k, rule.v, rule.beta, rule.out, "grad"},
@@ -110,29 +139,41 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   const int key_size = static_cast<int>(sizes.key_size);
   const int64_t places = args->tokens == 0 ? 0 : ceil_div(args->tokens, kDeltaChunk) + args->count;
   const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
+  args->segment_chunks = choose_segments(sizes, args->count, places);
+  const int64_t slots =
+      args->segment_chunks == 0 ? args->count : places / args->segment_chunks + args->count;
   // Half of the blocks go forward, half back.
-  const int64_t passes = 2 * args->count * sizes.v_heads;
+  const int64_t passes = 2 * slots * sizes.v_heads;
   plan->groups = slices > 1 && passes * slices > kDefaultMultiprocessors ? 2 : 1;
+  plan->segment_chunks = args->segment_chunks;
   plan->chunk_grid = places;
   plan->pass_grid = passes * ceil_div(slices, plan->groups);
   if (plan->pass_grid > INT32_MAX || places > INT32_MAX || sizes.v_heads > 65535) {
     return Status::Unimplemented(std::string(kOp) + ": too many tokens or heads for one launch");
   }
   if (places > 0) {
-    launches->set(0, part(DeltaPart::kBackChunks), places, channels ? sizes.v_heads : sizes.k_heads,
-                  kDeltaChunkThreads,
+    launches->set(kChunks, part(DeltaPart::kBackChunks), places,
+                  channels ? sizes.v_heads : sizes.k_heads, kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     launches->set(
-        2, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
+        kGradients, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
         channels ? delta_channel_gradients_smem(key_size) : delta_gradients_smem(key_size));
-    plan->chunks = launches->kernels[0]->name();
-    plan->gradients = launches->kernels[2]->name();
+    plan->chunks = launches->kernels[kChunks]->name();
+    plan->gradients = launches->kernels[kGradients]->name();
   }
   if (plan->pass_grid > 0 && (places > 0 || args->grad_initial != nullptr)) {
-    launches->set(1, part(DeltaPart::kBackPasses), plan->pass_grid, 1,
-                  plan->groups * 128 + kDeltaLoaders,
-                  delta_back_smem(key_size, channels, plan->groups));
-    plan->passes = launches->kernels[1]->name();
+    const auto set = [&](Step step, int64_t grid, int groups) {
+      launches->set(step, part(DeltaPart::kBackPasses), grid, 1, groups * 128 + kDeltaLoaders,
+                    delta_back_smem(key_size, channels, groups));
+    };
+    if (args->segment_chunks > 0) {
+      set(kTransitions, passes * transition_parts(sizes), kDeltaGroups);
+      launches->set(kScan, part(DeltaPart::kBackScan),
+                    2 * args->count * sizes.v_heads * (sizes.value_size / kDeltaScanColumns), 1,
+                    kDeltaScanThreads, 0);
+    }
+    set(kPasses, plan->pass_grid, plan->groups);
+    plan->passes = launches->kernels[kPasses]->name();
   }
   // Parts of the workspace, in elements of four bytes.
   const int64_t pairs = places * sizes.v_heads;
@@ -142,7 +183,10 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   const int64_t values = pairs * kDeltaChunk * sizes.value_size / 2;
   const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
   const int64_t products = channels ? pairs * kDeltaMatrixBytes / 4 : 0;
-  plan->workspace = matrices + factors + tiles + products + 2 * states + 3 * values;
+  const int64_t rows = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
+  const int64_t of_segments = rows * sizes.value_size, transitions = of_segments + rows * key_size;
+  plan->workspace = matrices + factors + tiles + products + 2 * states + 3 * values + transitions +
+                    2 * of_segments;
   if (rule.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *rule.workspace, plan->workspace, q));
   auto* at = static_cast<float*>(rule.workspace->data);
@@ -160,6 +204,9 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   args->rest = take(values);
   args->written = take(values);
   args->grad_rest = take(values);
+  args->transitions = reinterpret_cast<float*>(take(transitions));
+  args->segment_states = reinterpret_cast<float*>(take(of_segments));
+  args->segment_grads = reinterpret_cast<float*>(take(of_segments));
   return Status();
 }
 
@@ -177,9 +224,10 @@ Status delta_backward(const DeltaBackwardCall& call, void* stream) {
   Launches launches;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &launches));
   DeltaRuleArgs rule = args;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < kSteps; ++i) {
     if (launches.kernels[i] == nullptr) continue;
-    void* arguments[] = {i == 0 ? static_cast<void*>(&rule) : &args};
+    args.transition = i == kTransitions;
+    void* arguments[] = {i == kChunks ? static_cast<void*>(&rule) : &args};
     TIERCEL_RETURN_IF_ERROR(launches.kernels[i]->launch(
         launches.configs[i], call.rule.q->device_index, stream, arguments));
   }

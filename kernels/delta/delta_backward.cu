@@ -2,6 +2,8 @@
 // Two passes over the chunks of a sequence, for gradients: forward for the states before each
 // chunk, and back for the gradients of the states after it. They do not wait for each other: every
 // second block goes back. Both have a state, or its gradient, in registers as gated_delta_rule has.
+// Segments of few long sequences run side by side: the same kernel first finds what each does to
+// any state and adds to its gradient, from the identity and from zeros, and stores nothing else.
 //
 // With T = (I + A)^-1, G the sums of the gates, P the queries' products with the keys, a chunk's
 // forward is (see delta_chunks.cu)
@@ -18,6 +20,7 @@
 #include <type_traits>
 
 #include "kernels/delta/chunks.cuh"
+#include "kernels/delta/scan.cuh"
 #include "kernels/delta/stages.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -69,23 +72,49 @@ struct Memory : DeltaRing<delta_back_stages(kChannels), delta_back_stage(kKeySiz
   }
 };
 
-// The sequence, head and first slice of a block.
+// Whether a launch looks for what segments do; the kernels for other keys have no code for that.
+template <int kKeySize>
+__device__ __forceinline__ bool has_transitions(const DeltaBackArgs& args) {
+  return kKeySize == kDeltaScanSize && args.transition;
+}
+
+// The part of a sequence, the head and the first slice of a block.
 struct Work {
-  DeltaSequence sequence;
-  int index;
-  int chunks;
+  DeltaSequence sequence;  // begins with the segment
+  int64_t slot;
+  int index;   // of the sequence
+  int chunks;  // of the segment
   int head;
   int slice;
+  bool first, last;  // segment of the sequence
+  bool needed;
 
-  __device__ __forceinline__ Work(const DeltaBackArgs& args, int groups) {
-    const int slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
+  __device__ __forceinline__ Work(const DeltaBackArgs& args, int key_size, int groups, bool back) {
+    const int value_slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
+    const int slices = value_slices + (args.transition ? key_size / kDeltaSlice : 0);
     const int parts = (slices + groups - 1) / groups;
     const int number = static_cast<int>(blockIdx.x) / 2;
     slice = number % parts * groups;
     head = number / parts % args.v_heads;
-    index = number / parts / args.v_heads;
+    slot = number / parts / args.v_heads;
+    const DeltaSegment segment = delta_segment(args, slot);
+    index = segment.index;
     sequence = delta_sequence(args, index);
-    chunks = static_cast<int>(delta_chunk_count(sequence));
+    sequence.begin += segment.first * kTokens;
+    sequence.place += segment.first;
+    chunks = static_cast<int>(segment.last - segment.first);
+    first = segment.first == 0, last = segment.last == segment.all;
+    needed = segment.real;
+    if (args.transition) {
+      // Nothing begins with what the last segment leaves, or goes back beyond the first one.
+      const bool factors = !back && slice + groups > value_slices;
+      const bool terms = slice < value_slices && !(back ? first : last);
+      needed = needed && !(first && last) && (factors || terms);
+    }
+  }
+  // The head's place among those of the sequence, or of the segment.
+  __device__ __forceinline__ int64_t owner(const DeltaBackArgs& args, bool of_sequence) const {
+    return (of_sequence ? index : slot) * args.v_heads + head;
   }
   // The chunk's and head's place in the workspace.
   __device__ __forceinline__ int64_t place(const DeltaBackArgs& args, int chunk) const {
@@ -147,26 +176,35 @@ struct State {
   static constexpr int kDepths = kKeySize / 16;
   DeltaThread thread;
   int column;  // the warpgroup's first
-  bool real;   // the warp has columns: sizes of values are multiples of 16
+  bool real;   // the warp has columns of values, whose sizes are multiples of 16
+  bool kept;   // and stores what it makes of each chunk
   float values[4 * kTiles];
   uint32_t rounded[kDepths][4];
 
-  // `from` [K, V], or zeros.
-  __device__ __forceinline__ void load(const float* from, int value_size) {
+  // `from` [K, V], or zeros; or the identity's columns from `diagonal` on, if that is not negative.
+  __device__ __forceinline__ void load(const float* from, int value_size, int diagonal) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
-      const int64_t row = thread.row(i / 4, i % 4);
-      values[i] =
-          from != nullptr && real ? from[row * value_size + column + thread.column(i % 4)] : 0.0f;
+      const bool one = diagonal >= 0 && thread.row(i / 4, i % 4) == diagonal + thread.column(i % 4);
+      values[i] = one ? 1.0f : 0.0f;
+    }
+    if (from != nullptr && real) {
+      from += thread.along * value_size + column + thread.column(0);
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) {
+        values[i] = from[i % 2 * value_size + i / 2 % 2 * 8];
+        if (i % 4 == 3) from += 8 * value_size;
+      }
     }
     round();
   }
-  __device__ __forceinline__ void store(float* to, int value_size) const {
-    if (!real) return;
+  // To columns from `first` on.
+  __device__ __forceinline__ void store(float* to, int pitch, int first) const {
+    to += thread.along * pitch + first + thread.column(0);
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
-      const int64_t row = thread.row(i / 4, i % 4);
-      to[row * value_size + column + thread.column(i % 4)] = values[i];
+      to[i % 2 * pitch + i / 2 % 2 * 8] = values[i];
+      if (i % 4 == 3) to += 8 * pitch;
     }
   }
   __device__ __forceinline__ void round() {
@@ -177,7 +215,7 @@ struct State {
   }
   // The rounded elements, to [V, K].
   __device__ __forceinline__ void store_rounded(char* to) const {
-    if (!real) return;
+    if (!kept) return;
     to += (column + thread.column(0)) * kKeySize * 2 + thread.along * 2;
 #pragma unroll
     for (int i = 0; i < 4 * kDepths; ++i) {
@@ -219,13 +257,20 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
                                            const Work& work, State<Format, kKeySize>& state,
                                            int group) {
   const int64_t size = int64_t{kKeySize} * args.value_size;
-  state.load(args.initial_state == nullptr
-                 ? nullptr
-                 : args.initial_state + (int64_t{work.index} * args.v_heads + work.head) * size,
-             args.value_size);
+  const bool transition = has_transitions<kKeySize>(args);
+  const int diagonal =
+      transition ? state.column - (args.value_size + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice
+                 : -1;
+  {
+    const float* from = transition   ? nullptr
+                        : work.first ? args.initial_state
+                                     : args.segment_states;
+    if (from != nullptr) from += work.owner(args, work.first) * size;
+    state.load(from, args.value_size, diagonal);
+  }
   const int row_bytes = args.value_size * 2;
   const int first_column = state.column + state.thread.warp * 16 + state.thread.along;
-  const int kept = state.real ? kTokens : 0;  // rows
+  const int kept = state.kept ? kTokens : 0;  // rows
   float sums[2 * kPairs * 4];
 #pragma unroll
   for (int i = 0; i < 2 * kPairs * 4; ++i) sums[i] = 0.0f;
@@ -291,6 +336,10 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     arrive(memory.empty(count));
     state.round();
   }
+  if (!transition || (!state.real && (diagonal < 0 || diagonal >= kKeySize))) return;
+  const int pitch = args.value_size + kKeySize;
+  state.store(args.transitions + work.owner(args, false) * kKeySize * pitch, pitch,
+              diagonal < 0 ? state.column : args.value_size + diagonal);
 }
 
 template <typename Format, int kKeySize, bool kChannels>
@@ -298,8 +347,14 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
                                         const Memory<kKeySize, kChannels>& memory, const Work& work,
                                         State<Format, kKeySize>& state, int group) {
   const int64_t size = int64_t{kKeySize} * args.value_size;
-  const int64_t owner = (int64_t{work.index} * args.v_heads + work.head) * size;
-  state.load(args.grad_final == nullptr ? nullptr : args.grad_final + owner, args.value_size);
+  const bool transition = has_transitions<kKeySize>(args);
+  {
+    // Behind a segment are the gradients of the state that the next one begins with.
+    const float* from = transition ? nullptr : args.grad_final;
+    if (!transition && !work.last) from = args.segment_grads + args.v_heads * size;
+    if (from != nullptr) from += work.owner(args, work.last) * size;
+    state.load(from, args.value_size, -1);
+  }
   const int row_bytes = args.value_size * 2;
   const int first_column = state.column + state.thread.warp * 16 + state.thread.along;
   float sums[2 * kPairs * 4], scored[2 * kPairs * 4];
@@ -367,19 +422,22 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
     wgmma_fence();
     multiply<Format, true>(state.values, of_keys, stage.k, true);
     store_rows(args.grad_rest + place * kTokens * row_bytes + first_column * 2, row_bytes,
-               state.real ? kTokens : 0, [&](int i) { return of_rest[i / 4][i % 4]; });
+               state.kept ? kTokens : 0, [&](int i) { return of_rest[i / 4][i % 4]; });
     char* const to =
         const_cast<char*>(
             delta_row(args, args.dv, work.sequence.begin + int64_t{chunk} * kTokens, work.head)) +
         first_column * 2;
-    store_rows(to, args.dv.token, state.real ? work.rows(chunk) : 0,
+    store_rows(to, args.dv.token, state.kept ? work.rows(chunk) : 0,
                [&](int i) { return of_values[i / 4][i % 4]; });
     wgmma_wait<0>();
     wgmma_settle(state.values);
     arrive(memory.empty(count));
     state.round();
   }
-  if (args.grad_initial != nullptr) state.store(args.grad_initial + owner, args.value_size);
+  float* to = transition ? args.segment_grads : work.first ? args.grad_initial : nullptr;
+  if (to == nullptr || !state.real) return;
+  to += work.owner(args, !transition) * size;
+  state.store(to, args.value_size, state.column);
 }
 
 template <typename Format, int kKeySize, bool kChannels>
@@ -396,7 +454,8 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   const bool back = blockIdx.x % 2 == 0;
   if (group == groups) {
     set_registers<kLoad, false>();
-    const Work work(args, groups);
+    const Work work(args, kKeySize, groups, back);
+    if (!work.needed) return;
     if (back) {
       load_stages(memory, work.chunks, [&](int count) {
         copy_stage<kKeySize, kChannels, true>(args, memory.stage(count), work,
@@ -409,15 +468,31 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     }
   } else {
     set_registers<kMultiply, true>();
-    const Work work(args, groups);
+    const Work work(args, kKeySize, groups, back);
+    if (!work.needed) return;
     State<Format, kKeySize> state;
     state.column = (work.slice + group) * kDeltaSlice;
     state.real = state.column + state.thread.warp * 16 < args.value_size;
+    state.kept = state.real && !args.transition;
     if (back) {
       go_back<Format, kKeySize, kChannels>(args, memory, work, state, group);
     } else {
       go_forward<Format, kKeySize, kChannels>(args, memory, work, state, group);
     }
+  }
+}
+
+// By every second block, for the states that segments begin with, or their gradients.
+__global__ void __launch_bounds__(kDeltaScanThreads)
+    gated_delta_rule_back_scan(const __grid_constant__ DeltaBackArgs args) {
+  __shared__ DeltaScanStates states;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int block = static_cast<int>(blockIdx.x) / 2;
+  if (blockIdx.x % 2 == 0) {
+    scan_segments<true>(args, block, states, args.grad_final, args.segment_grads);
+  } else {
+    scan_segments<false>(args, block, states, args.initial_state, nullptr);
   }
 }
 
@@ -429,10 +504,17 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
           delta_back_smem(size, channels, kDeltaGroups))}
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_PASSES(BFloat16, 64, false),  TIERCEL_PASSES(BFloat16, 64, true),
-    TIERCEL_PASSES(BFloat16, 128, false), TIERCEL_PASSES(BFloat16, 128, true),
-    TIERCEL_PASSES(Float16, 64, false),   TIERCEL_PASSES(Float16, 64, true),
-    TIERCEL_PASSES(Float16, 128, false),  TIERCEL_PASSES(Float16, 128, true),
+    TIERCEL_PASSES(BFloat16, 64, false),
+    TIERCEL_PASSES(BFloat16, 64, true),
+    TIERCEL_PASSES(BFloat16, 128, false),
+    TIERCEL_PASSES(BFloat16, 128, true),
+    TIERCEL_PASSES(Float16, 64, false),
+    TIERCEL_PASSES(Float16, 64, true),
+    TIERCEL_PASSES(Float16, 128, false),
+    TIERCEL_PASSES(Float16, 128, true),
+    {DeltaPart::kBackScan, 0, DType::kFloat32, false,
+     Kernel("gated_delta_rule_back_scan", reinterpret_cast<const void*>(gated_delta_rule_back_scan),
+            0)},
 };
 
 }  // namespace

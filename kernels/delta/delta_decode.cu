@@ -5,10 +5,12 @@
 // A block of that reads, waits, computes and writes, one after the other, and has 16 KB: too little
 // is under way. So for a token of each of many sequences there are blocks that stay: each has
 // several whole states of a head in shared memory, of which one is computed while others are on
-// their way in or out by bulk copies. Results have the same bits.
+// their way in or out by bulk copies. Each comes with its token's inputs: a load of these from
+// memory that is so busy takes as long as all instructions for a state. Results have the same bits.
 #include <cstdint>
 
 #include "kernels/delta/delta_kernels.h"
+#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -80,6 +82,20 @@ struct Part {
   }
 };
 
+// A head's part of a token in shared memory.
+struct alignas(16) Inputs {
+  uint16_t q[kDeltaStreamSize], k[kDeltaStreamSize], v[kDeltaStreamSize];
+  float gates[kDeltaStreamSize];  // of the head, or of each channel
+  char* out;
+  char* state;  // null: zeros that are not kept
+  uint32_t beta;
+};
+
+__device__ __forceinline__ uint32_t load_beta(const DeltaDecodeArgs& args, int64_t number) {
+  if (args.beta_float) return *reinterpret_cast<const uint32_t*>(args.beta + number * 4);
+  return *reinterpret_cast<const uint16_t*>(args.beta + number * 2);
+}
+
 // A thread's part of a token, in the form in which it was loaded.
 template <int kKeySize>
 struct Token {
@@ -95,16 +111,24 @@ struct Token {
     load_vector(k, at(args.k, sequence, token, key_head, part.first_row));
     load_vector(q, at(args.q, sequence, token, key_head, part.first_row));
     load_vector(v, at(args.v, sequence, token, head, part.column));
-    if (args.beta_float) {
-      beta = *reinterpret_cast<const uint32_t*>(args.beta + number * 4);
-    } else {
-      beta = *reinterpret_cast<const uint16_t*>(args.beta + number * 2);
-    }
+    beta = load_beta(args, number);
     if (args.per_channel) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) gates[r] = args.g[number * kKeySize + part.first_row + r];
     } else {
       gates[0] = args.g[number];
+    }
+  }
+  __device__ __forceinline__ void load(const Inputs& inputs, const Part<kKeySize>& part,
+                                       bool per_channel) {
+    load_vector(k, inputs.k + part.first_row);
+    load_vector(q, inputs.q + part.first_row);
+    load_vector(v, inputs.v + part.column);
+    beta = inputs.beta;
+    gates[0] = inputs.gates[0];
+    if (per_channel) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) gates[r] = inputs.gates[part.first_row + r];
     }
   }
 };
@@ -258,18 +282,19 @@ __global__ void __launch_bounds__(kDeltaDecodeThreads, 4)
   if (args.columns <= 1) store(0);
 }
 
-// A token of each of many sequences: a block goes from state to state, of 128 columns, of which one
-// warp keeps copies to and from shared memory under way.
+// A token of each of many sequences: a block goes from state to state, of 128 columns. One more
+// warp keeps copies of states and tokens to shared memory under way, and another those back.
 template <typename State>
 struct Stream {
   static constexpr int kStages = delta_stream_stages(State::kBytes);
   static constexpr int kState = kDeltaStreamSize * kDeltaStreamSize * State::kBytes;
-  static constexpr int kWarpCount = (kDeltaStreamThreads - 32) / 32;
+  static constexpr int kWarpCount = (kDeltaStreamThreads - 64) / 32;
   char states[kStages][kState];
+  Inputs inputs[kStages];
   Sums sums[kDeltaStreamSize / kDeltaDecodeColumns][2][kWarps];
   uint64_t full[kStages];
   uint64_t changed[kStages];
-  bool real[kStages];  // the state has a slot
+  uint64_t free[kStages];
 };
 static_assert(sizeof(Stream<Float32>) <= delta_stream_smem(4));
 static_assert(sizeof(Stream<BFloat16>) <= delta_stream_smem(2));
@@ -279,52 +304,143 @@ __device__ __forceinline__ void bulk_store(char* to, const char* from, uint32_t 
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
+}
+
+// Ends a group of stores.
+__device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all stores have read their shared memory.
+// Waits until all groups but the latest kPending have read their shared memory.
+template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// By one thread: loads states in turn, and stores each once it is changed.
-template <typename State>
-__device__ __forceinline__ void copy_states(const DeltaDecodeArgs& args, Stream<State>& stream,
-                                            int units) {
-  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
-  const auto place = [&](int unit) -> char* {
-    const int sequence = unit / args.v_heads;
-    const int64_t slot = args.indices == nullptr ? sequence : args.indices[sequence];
-    if (slot < 0 || slot >= args.slots) return nullptr;
-    return args.states + slot * args.slot_stride + int64_t{unit % args.v_heads} * kState;
+// Arrives at a barrier, as one thread of those it counts, once all of its copies are there.
+__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// By a warp: starts copies of a head's part of a token.
+__device__ __forceinline__ void copy_inputs(const DeltaDecodeArgs& args, const Inputs& inputs,
+                                            int sequence, int head) {
+  constexpr int kVectors = kDeltaStreamSize * 2 / 16;
+  static_assert(2 * kVectors == 32);
+  const int lane = threadIdx.x % 32, vector = lane % kVectors;
+  const int key_head = head / (args.v_heads / args.k_heads);
+  const int64_t number = int64_t{sequence} * args.v_heads + head;
+  const auto copy = [&](const uint16_t* to, const DeltaHeads& from, int from_head) {
+    async_copy_16(shared_address(to) + vector * 16, at(from, sequence, 0, from_head, vector * 8),
+                  true);
   };
-  const int step = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
-  const int count = (units - own + step - 1) / step;
-  char* places[kStages];
-#pragma unroll 1
-  for (int first = 0; first < count + kStages; first += kStages) {
+  if (lane < kVectors) {
+    copy(inputs.k, args.k, key_head);
+    copy(inputs.v, args.v, head);
+  } else {
+    copy(inputs.q, args.q, key_head);
+  }
+  const uint32_t gates = shared_address(inputs.gates);
+  if (args.per_channel) {
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      const int number = first + stage, before = number - kStages;
-      char* const next = number < count ? place(own + number * step) : nullptr;
-      if (before >= 0 && before < count) {
-        mbarrier_wait(&stream.changed[stage], before / kStages & 1);
-        if (places[stage] != nullptr) {
-          bulk_store(places[stage], stream.states[stage], kState);
-          bulk_wait_read();
-        }
+    for (int i = lane; i < kDeltaStreamSize; i += 32) {
+      async_copy_4(gates + i * 4, args.g + number * kDeltaStreamSize + i, true);
+    }
+  } else if (lane == kVectors) {
+    async_copy_4(gates, args.g + number, true);
+  }
+}
+
+// The states that a block goes through.
+struct Units {
+  int first, step, count;
+
+  __device__ __forceinline__ explicit Units(const DeltaDecodeArgs& args)
+      : first(static_cast<int>(blockIdx.x)), step(static_cast<int>(gridDim.x)) {
+    count = (args.sequences * args.v_heads - first + step - 1) / step;
+  }
+};
+
+// A stage of shared memory, and how often it was used before.
+template <int kStages>
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// By a warp: loads states and tokens in turn.
+template <typename State>
+__device__ __forceinline__ void load_states(const DeltaDecodeArgs& args, Stream<State>& stream) {
+  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  const Units units(args);
+  // Slots and betas are loaded a state ahead of their use.
+  int slot = 0;
+  uint32_t beta = 0;
+  const auto look = [&](int number) {
+    if (number >= units.count) return;
+    const int unit = units.first + number * units.step, sequence = unit / args.v_heads;
+    slot = args.indices == nullptr ? sequence : args.indices[sequence];
+    beta = load_beta(args, unit);
+  };
+  look(0);
+  Turn<kStages> turn;
+#pragma unroll 1
+  for (int number = 0; number < units.count; ++number) {
+    const int unit = units.first + number * units.step, sequence = unit / args.v_heads;
+    const int head = unit - sequence * args.v_heads;
+    Inputs& inputs = stream.inputs[turn.stage];
+    uint64_t* const full = &stream.full[turn.stage];
+    if (number >= kStages) mbarrier_wait(&stream.free[turn.stage], turn.parity ^ 1);
+    if (first_lane) {
+      char* from = nullptr;
+      if (slot >= 0 && slot < args.slots) {
+        from = args.states + slot * args.slot_stride + int64_t{head} * kState;
       }
-      places[stage] = next;
-      if (number >= count) continue;
-      stream.real[stage] = next != nullptr;
-      if (next == nullptr) {
-        mbarrier_arrive(&stream.full[stage]);
+      inputs.state = from;
+      inputs.out = at(args.out, sequence, 0, head, 0);
+      inputs.beta = beta;
+      if (from == nullptr) {
+        mbarrier_arrive(full);
       } else {
-        mbarrier_expect(&stream.full[stage], kState);
-        bulk_load(stream.states[stage], next, kState, &stream.full[stage]);
+        mbarrier_expect(full, kState);
+        bulk_load(stream.states[turn.stage], from, kState, full);
       }
     }
+    __syncwarp();
+    copy_inputs(args, inputs, sequence, head);
+    arrive_with_copies(full);
+    look(number + 1);
+    turn.next();
   }
+}
+
+// By a thread: stores states in turn, as soon as each is changed, while the one before may still be
+// leaving. It is not the one that loads: loads would wait for stores to leave shared memory, and
+// stores for the addresses of loads.
+template <typename State>
+__device__ __forceinline__ void store_states(const DeltaDecodeArgs& args, Stream<State>& stream) {
+  constexpr int kStages = Stream<State>::kStages, kState = Stream<State>::kState;
+  const Units units(args);
+  Turn<kStages> turn;
+  int before = 0;
+#pragma unroll 1
+  for (int number = 0; number < units.count; ++number) {
+    mbarrier_wait(&stream.changed[turn.stage], turn.parity);
+    char* const to = stream.inputs[turn.stage].state;
+    if (to != nullptr) bulk_store(to, stream.states[turn.stage], kState);
+    bulk_commit();
+    bulk_wait_read<1>();
+    if (number > 0) mbarrier_arrive(&stream.free[before]);
+    before = turn.stage;
+    turn.next();
+  }
+  bulk_wait_read<0>();
 }
 
 template <typename State>
@@ -335,11 +451,11 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   constexpr int kRowBytes = kDeltaStreamSize * State::kBytes;
   extern __shared__ __align__(128) char shared[];
   Stream<State>& stream = *reinterpret_cast<Stream<State>*>(shared);
-  const int units = args.sequences * args.v_heads;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(&stream.full[stage], 1);
+      mbarrier_init(&stream.full[stage], 1 + 32);  // of the state, and of each lane that copies
       mbarrier_init(&stream.changed[stage], Stream<State>::kWarpCount);
+      mbarrier_init(&stream.free[stage], 1);
     }
     mbarrier_init_fence();
   }
@@ -347,39 +463,42 @@ __global__ void __launch_bounds__(kDeltaStreamThreads, 1)
   grid_dependency_wait();
   grid_dependency_launch();
   if (threadIdx.x / 32 == Stream<State>::kWarpCount) {
-    if (threadIdx.x % 32 == 0) copy_states(args, stream, units);
+    load_states(args, stream);
+    return;
+  }
+  if (threadIdx.x / 32 > Stream<State>::kWarpCount) {
+    if (threadIdx.x % 32 == 0) store_states(args, stream);
     return;
   }
 
   const int slice = threadIdx.x / kDeltaDecodeThreads;
   const Part<kKeySize> part(slice);
-  int number = 0;
+  const Units units(args);
+  Turn<kStages> turn;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x, ++number) {
-    const int sequence = unit / args.v_heads, head = unit % args.v_heads;
-    Token<kKeySize> token;
-    token.load(args, part, sequence, 0, head);  // while the state is on its way
-    const int stage = number % kStages;
-    mbarrier_wait(&stream.full[stage], number / kStages & 1);
-    const bool real = stream.real[stage];
+  for (int number = 0; number < units.count; ++number) {
+    mbarrier_wait(&stream.full[turn.stage], turn.parity);
+    const Inputs& inputs = stream.inputs[turn.stage];
     char* const place =
-        stream.states[stage] + part.first_row * kRowBytes + part.column * State::kBytes;
-    float state[kRows][kColumns];
+        stream.states[turn.stage] + part.first_row * kRowBytes + part.column * State::kBytes;
+    float state[kRows][kColumns] = {};
+    if (inputs.state != nullptr) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      load_state(place + r * kRowBytes, State(), state[r]);
-#pragma unroll
-      for (float& value : state[r]) value = real ? value : 0.0f;
+      for (int r = 0; r < kRows; ++r) load_state(place + r * kRowBytes, State(), state[r]);
     }
-    char* const out = at(args.out, sequence, 0, head, part.column);
-    step<kKeySize>(args, part, token, stream.sums[slice][number % 2], state, out, [&] {
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(kDeltaDecodeThreads) : "memory");
-    });
+    Token<kKeySize> token;
+    token.load(inputs, part, args.per_channel);
+    step<kKeySize>(
+        args, part, token, stream.sums[slice][number % 2], state, inputs.out + part.column * 2,
+        [&] {
+          asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(kDeltaDecodeThreads) : "memory");
+        });
 #pragma unroll
     for (int r = 0; r < kRows; ++r) store_state<State>(place + r * kRowBytes, state[r]);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&stream.changed[stage]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&stream.changed[turn.stage]);
+    turn.next();
   }
 }
 

@@ -52,13 +52,14 @@ struct DeltaDecodeKernel {
 inline constexpr int kDeltaDecodeThreads = 128;
 inline constexpr int kDeltaDecodeColumns = 32;  // of a state, per block
 inline constexpr int kDeltaStreamSize = 128;    // of keys and of values
-// A slice of the columns has kDeltaDecodeThreads; one more warp copies.
+// A slice of the columns has kDeltaDecodeThreads; one more warp loads, and one stores.
 inline constexpr int kDeltaStreamThreads =
-    kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 32;
+    kDeltaStreamSize / kDeltaDecodeColumns * kDeltaDecodeThreads + 64;
 constexpr int delta_stream_stages(int bytes) { return bytes == 4 ? 3 : 6; }
 constexpr int delta_stream_smem(int bytes) {
-  // Whole states, sums of each slice, twice, and barriers.
-  return delta_stream_stages(bytes) * kDeltaStreamSize * kDeltaStreamSize * bytes +
+  // Whole states and their tokens, sums of each slice, twice, and barriers.
+  return delta_stream_stages(bytes) *
+             (kDeltaStreamSize * (kDeltaStreamSize * bytes + 3 * 2 + 4) + 32) +
          kDeltaStreamSize / kDeltaDecodeColumns * 2 * 4 * 4 * (2 * kDeltaDecodeColumns + 4) + 256;
 }
 
@@ -102,7 +103,8 @@ struct DeltaRuleArgs {
 // betas, and kDeltaBackFactors numbers; with a gate per channel the tiles and the keys' products;
 // and of each chunk and head, of 16-bit elements: the states before it and their gradients after
 // it, transposed [V, K]; and [64, V]: the values less what the keys find, what tokens write, and
-// the gradient of the former times the betas.
+// the gradient of the former times the betas. With segments it has `transitions` and
+// `segment_states` as the forward has, and the gradients of the states that segments begin with.
 struct DeltaBackArgs : DeltaRuleArgs {
   DeltaHeads grad;          // of the results
   const float* grad_final;  // of the final states, [count, Hv, K, V], or null
@@ -115,10 +117,21 @@ struct DeltaBackArgs : DeltaRuleArgs {
   char* rest;
   char* written;
   char* grad_rest;
+  float* segment_grads;  // [slots, Hv, K, V]: first what a segment adds to the gradient, alone
+  bool transition;       // the passes make `transitions` and these terms, and nothing else
 };
 
 // The kernels of a call, in this order; and those of its gradients.
-enum class DeltaPart { kChunks, kTransitions, kScan, kRule, kBackChunks, kBackPasses, kGradients };
+enum class DeltaPart {
+  kChunks,
+  kTransitions,
+  kScan,
+  kRule,
+  kBackChunks,
+  kBackPasses,
+  kBackScan,
+  kGradients
+};
 
 struct DeltaRuleKernel {
   DeltaPart part;

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/delta/chunks.cuh"
+#include "kernels/delta/scan.cuh"
 #include "kernels/delta/stages.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -325,56 +326,12 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   }
 }
 
-// The state that each segment begins with. A block has some columns of a head's state; a thread
-// half of them in a row.
 __global__ void __launch_bounds__(kDeltaScanThreads)
     gated_delta_rule_scan(const __grid_constant__ DeltaRuleArgs args) {
-  constexpr int kRows = kDeltaScanSize, kColumns = kDeltaScanColumns / 2;
-  static_assert(kDeltaScanThreads == 2 * kRows && kColumns == 4);
-  __shared__ float4 states[2][kRows][2];
-  const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-  const int parts = args.value_size / kDeltaScanColumns;
-  const int part = static_cast<int>(blockIdx.x) % parts;
-  const int head = static_cast<int>(blockIdx.x) / parts % args.v_heads;
-  const int index = static_cast<int>(blockIdx.x) / parts / args.v_heads;
-  const int column = part * kDeltaScanColumns + half * kColumns;
+  __shared__ DeltaScanStates states;
   grid_dependency_wait();
   grid_dependency_launch();
-  const DeltaSequence sequence = delta_sequence(args, index);
-  const int64_t chunks = delta_chunk_count(sequence);
-  const int64_t slot = delta_slot(args, sequence.begin, index);
-  const int64_t size = int64_t{kRows} * args.value_size;
-  const int64_t pitch = args.value_size + kRows;
-  float4 state = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int64_t at = int64_t{row} * args.value_size + column;
-  if (args.initial_state != nullptr) {
-    const float* from = args.initial_state + (int64_t{index} * args.v_heads + head) * size + at;
-    state = make_float4(from[0], from[1], from[2], from[3]);
-  }
-#pragma unroll 1
-  for (int64_t number = 0; (number + 1) * args.segment_chunks < chunks; ++number) {
-    float4(&before)[kRows][2] = states[number % 2];
-    before[row][half] = state;
-    const int64_t owner = (slot + number) * args.v_heads + head;
-    const float* const added = args.transitions + (owner * kRows + row) * pitch + column;
-    const float* const factors = args.transitions + (owner * kRows + row) * pitch + args.value_size;
-    __syncthreads();
-    state = make_float4(added[0], added[1], added[2], added[3]);
-#pragma unroll 8
-    for (int i = 0; i < kRows; i += 4) {
-      uint32_t words[4];
-      load_vector(words, factors + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float factor = __uint_as_float(words[j]);
-        const float4 other = before[i + j][half];
-        state.x = fmaf(factor, other.x, state.x), state.y = fmaf(factor, other.y, state.y);
-        state.z = fmaf(factor, other.z, state.z), state.w = fmaf(factor, other.w, state.w);
-      }
-    }
-    float* const to = args.segment_states + ((slot + number + 1) * args.v_heads + head) * size + at;
-    *reinterpret_cast<float4*>(to) = state;
-  }
+  scan_segments<false>(args, static_cast<int>(blockIdx.x), states, args.initial_state, nullptr);
 }
 
 #define TIERCEL_RULE(dtype, size, channels, transition)                                       \

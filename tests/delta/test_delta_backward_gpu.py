@@ -88,6 +88,35 @@ def test_packed(channels):
     assert torch.equal(got[5][0], grad_final[0])
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("channels", [False, True])
+def test_few_long_sequences(channels):
+    """Segments run side by side, and give the same bits in every run."""
+    grad, inputs = problem(1, 2300, (1, 2), (128, 128), gate=5.0, channels=channels)
+    initial, grad_final = states(1, 2, 128, 128), states(1, 2, 128, 128, seed=8)
+    first = check(grad, inputs, initial, grad_final)
+    for each, other in zip(first, run(grad, inputs, initial, grad_final), strict=True):
+        assert torch.equal(each, other)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("gate", "heads", "size"), [(6.0, (2, 8), 128), (1.0, (1, 3), 144)])
+def test_segments_of_models(gate, heads, size, dtype, channels):
+    check(*problem(1, 4100, heads, (128, size), dtype, gate=gate, channels=channels))
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_segments_of_packed_sequences(channels):
+    starts = torch.tensor([3, 3, 2600, 2601, 9000], device="cuda", dtype=torch.int32)
+    grad, inputs = problem(1, 9100, (1, 2), (128, 64), gate=5.0, channels=channels)
+    initial, grad_final = states(4, 2, 128, 64), states(4, 2, 128, 64, seed=8)
+    got = check(grad, inputs, initial, grad_final, starts)
+    for each in got[:5]:
+        assert not each[:, :3].any() and not each[:, 9000:].any()
+    assert torch.equal(got[5][0], grad_final[0])
+
+
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (4, 8)), (1, (32, 32))]
@@ -116,7 +145,8 @@ def test_many_blocks_at_once_are_reproducible(channels):
     part = (slice(2, 3), slice(None), slice(6, 8))
     few = [t[part].contiguous() for t in (grad, *inputs[2:])]
     keys = [t[2:3, :, 3:4].contiguous() for t in inputs[:2]]
-    alone = check(few[0], (*keys, *few[1:]))
+    with tiercel.batch_invariant():  # otherwise it would be divided into segments
+        alone = check(few[0], (*keys, *few[1:]))
     for each, other in zip(alone[2:], first[2:], strict=True):
         assert torch.equal(each, other[part])
     for each, other in zip(alone[:2], first[:2], strict=True):

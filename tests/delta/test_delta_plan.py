@@ -69,7 +69,7 @@ def test_decode_of_many_sequences():
         states = ExchangeTensor(9, 4, 128, 128, dtype=state)
         got = decode(ExchangeTensor, batch=67, states=states)
         assert got["kernel"] == f"gated_delta_rule_decode_stream<{kernel}>"
-        assert (got["grid"], got["block"]) == (132, 544) and got["dynamic_smem"] <= 227 << 10
+        assert (got["grid"], got["block"]) == (132, 576) and got["dynamic_smem"] <= 227 << 10
     for given in ({"tokens": 2}, {"sizes": (64, 128)}, {"sizes": (128, 256)}):
         assert "stream" not in decode(ExchangeTensor, batch=67, **given)["kernel"]
 
@@ -150,6 +150,32 @@ def test_backward(make):
         got = backward(make, 1, 64, sizes=sizes, **gates)
         # Three tiles of keys and queries, and the keys' products.
         assert got["workspace"] == 2 * 4 * (due + 3 * 64 * sizes[0] // 2 + 64 * 64 // 2)
+
+
+def test_few_long_sequences_are_divided_for_gradients():
+    def chunks(batch, tokens, heads, sizes=(128, 128), count=None):
+        heads = (heads, heads)
+        given = {}
+        if count is not None:
+            given["cu_seqlens"] = ExchangeTensor(count + 1, dtype="int32")
+        got = backward(ExchangeTensor, batch, tokens, heads=heads, sizes=sizes, **given)
+        found = got["segment_chunks"]
+        count = batch if count is None else count
+        places = -(-batch * tokens // 64) + count
+        slots = places // found + count if found else count
+        slices = -(-sizes[1] // (64 * got["groups"]))
+        assert got["pass_grid"] == 2 * slots * heads[1] * slices
+        if found:
+            chunks = heads[1] * (64 * 64 + 260 + sizes[0] * sizes[1] + 3 * 32 * sizes[1])
+            segments = slots * heads[1] * sizes[0] * (3 * sizes[1] + sizes[0])
+            assert got["workspace"] == places * chunks + segments
+        return found
+
+    assert [chunks(1, 32768, heads) for heads in (1, 4, 8, 18, 19, 32)] == [12, 47, 86, 171, 0, 0]
+    assert chunks(1, 2048, 1, (128, 16)) == 8 and chunks(1, 1984, 1, (128, 16)) == 0
+    assert chunks(2, 32768, 4) == 86 and chunks(4, 8192, 4) == 40 and chunks(4, 8192, 8) == 0
+    assert chunks(1, 32768, 8, (64, 128)) == 0
+    assert [chunks(1, 32768, 4, count=count) for count in (0, 2, 4, 8)] == [0, 43, 40, 0]
 
 
 def test_backward_with_a_gate_per_channel(make):

@@ -65,12 +65,13 @@ def test_decode(sizes, dtype, state, channels):
         decode(inputs, states, scale=0.5)
 
 
-@pytest.mark.parametrize(("state", "channels"), [(F32, False), (BF16, True)])
-def test_many_states_stream_through_shared_memory(state, channels):
+@pytest.mark.parametrize(("state", "channels", "beta"), [(F32, False, F32), (BF16, True, BF16)])
+def test_many_states_stream_through_shared_memory(state, channels, beta):
     """Blocks go through several states of 128 x 128, more than fit at once; the results have the
     bits of blocks that have one each."""
     batch, slots = 12, 14
     inputs = problem(batch, 1, (1, 96), (128, 128), channels=channels)
+    inputs = (*inputs[:4], inputs[4].to(beta))
     states = torch.randn(slots, 96, 128, 128, generator=torch.Generator().manual_seed(1)).to(state)
     indices = torch.tensor([13, -1, 3, 0, 5, 1, 99, 2, 12, 4, -(2**31), 11], dtype=torch.int32)
     out, pool = decode(inputs, states, indices)

@@ -9,6 +9,7 @@ from support.emulator import sm90
 from support.index_fuzz import Draw, run
 from support.near import BF16, F16, F32
 
+import tiercel
 from tiercel.ops.delta import reference as ref
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -152,6 +153,41 @@ def test_packed(lengths, channels):
             assert torch.equal(got[5][i], grad_final[i])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("channels", [False, True])
+def test_long_sequences_are_divided(channels, dtype):
+    """With few heads, into segments of 8 chunks; of states that stay and such that are lost."""
+    if dtype == BF16:
+        inputs = problem(1, 2049, (1, 1), (128, 16), dtype, gate=6.0, channels=channels)
+        backward(inputs, states(1, 1, 128, 16), states(1, 1, 128, 16, seed=8))
+    else:
+        backward(problem(1, 2048, (1, 1), (128, 16), dtype, gate=0.0, channels=channels))
+
+
+def test_slices_of_segments():
+    """Slices of the values, of which two share a block, beside those of what a segment does."""
+    inputs = problem(1, 2048, (1, 1), (128, 80), gate=5.0)
+    more = (states(1, 1, 128, 80), states(1, 1, 128, 80, seed=8), None, None, True, None)
+    first = backward(inputs, *more[:2])
+    for each, other in zip(first, sm90("gated_delta_rule_backward")(*inputs, *more), strict=True):
+        assert torch.equal(each, other)
+    with tiercel.batch_invariant():
+        whole = sm90("gated_delta_rule_backward")(*inputs, *more)
+    assert not torch.equal(first[5], whole[5])
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_packed_sequences_are_divided(channels):
+    """Into segments of 8 chunks, wherever they begin; such of one segment, and of no token."""
+    starts = torch.tensor([3, 3, 1100, 1101, 2400], dtype=torch.int32)
+    initial, grad_final = states(4, 1, 128, 16), states(4, 1, 128, 16, seed=8)
+    inputs = problem(1, 32 * 64 * 4, (1, 1), (128, 16), gate=5.0, channels=channels)
+    got = backward(inputs, grad_final, initial, starts)
+    for each in got[:5]:
+        assert not each[:, :3].any() and not each[:, 2400:].any()
+    assert torch.equal(got[5][0], grad_final[0])
+
+
 @pytest.mark.parametrize("channels", [False, True])
 def test_no_tokens(channels):
     def given(batch, tokens):
@@ -214,11 +250,13 @@ def test_reference():
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(8))
 def test_any_contents_of_starts(case):
-    """Kernels stay inside of the tensors, whatever starts hold."""
+    """Kernels stay inside of the tensors, whatever starts hold; the last two divide sequences."""
     draw = Draw(case)
     rows, count = draw.of(1, 70, 150), draw.of(1, 3)
+    if case >= 6:
+        rows, count = 2048 * (case - 5), case - 5
     right = torch.linspace(0, rows, count + 1).long()
     starts = draw.strays(right, rows + 1, wide=False).int()
     inputs = problem(1, rows, (1, 2), (128, 16), seed=case, channels=case % 2 == 1)

@@ -97,6 +97,7 @@ constexpr PlanField<DeltaBackwardPlan> kBackwardPlanFields[] = {
     Entry<&DeltaBackwardPlan::passes>("passes"),
     Entry<&DeltaBackwardPlan::gradients>("gradients"),
     Entry<&DeltaBackwardPlan::groups>("groups"),
+    Entry<&DeltaBackwardPlan::segment_chunks>("segment_chunks"),
     Entry<&DeltaBackwardPlan::chunk_grid>("chunk_grid"),
     Entry<&DeltaBackwardPlan::pass_grid>("pass_grid"),
     Entry<&DeltaBackwardPlan::workspace>("workspace"),
