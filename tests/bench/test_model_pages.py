@@ -30,7 +30,7 @@ def test_a_page(record):
     newer = {"run": "b", "date": "2026-02-01T00:00:00Z"}
     records = [
         record("tiercel.compiled", 99.0),
-        record("tiercel.compiled", 1.0, rel_err=0.0123, **newer),
+        record("tiercel.compiled", 1.0, rel_err=0.0123, floor_ms=0.5, **newer),
         record("transformers", 2.0, **newer),
         record("engine", 4.0, host_ms=None, rel_err=None, **newer),
         record("liger", status="failed", reason="no such model", **newer),
@@ -41,11 +41,11 @@ def test_a_page(record):
     ]
     text = page.render("NVIDIA H200", records)
     assert text.startswith("# Models, NVIDIA H200\n") and text.count("## M, 4 layers") == 1
-    assert "| tiercel.compiled | 1 | 2.00 | 128000 | 0.50 | 7 | 100 | 1.2 | 1.2e-02 |" in text
-    assert "| engine | 4 | 0.50 | 32000 | - | 7 | 100 | 1.2 | - |" in text
-    assert "| liger | failed | - | - | - | - | - | - | - |" in text
+    assert "| tiercel.compiled | 1 | 2.00 | 50% | 128000 | 0.50 | 7 | 100 | 1.2 | 1.2e-02 |" in text
+    assert "| engine | 4 | 0.50 | - | 32000 | - | 7 | 100 | 1.2 | - |" in text
+    assert "| liger | failed | - | - | - | - | - | - | - | - |" in text
     assert "- M, prefill 1x128, liger: no such model\n" in text and "99" not in text
-    assert "| transformers | 3000 | 1.00 | 43 | 0.50 | - | - | 1.2 | 0.0e+00 |" in text
+    assert "| transformers | 3000 | 1.00 | - | 43 | 0.50 | - | - | 1.2 | 0.0e+00 |" in text
     places = [
         text.index(f"{case}:") for case in ("prefill 1x128", "decode 4x2048", "decode 32x2048")
     ]
@@ -70,6 +70,7 @@ def test_without_the_model_as_it_is_there_is_no_ratio(record):
         ({"ms_median": True}, "`ms_median`"),
         ({"host_ms": None}, "`host_ms`"),
         ({"rel_err": float("nan")}, "`rel_err`"),
+        ({"floor_ms": -1.0}, "`floor_ms`"),
         ({"status": "failed"}, "`reason`"),
     ],
 )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tiercel bench model`` on the CPU, with a tiny model."""
 
+import functools
 import importlib.util
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 import transformers
 
 from tiercel.cli import main
-from tiercel.workbench.models import page, run
+from tiercel.integrations.transformers import apply
+from tiercel.workbench.models import mxfp4, page, run
 
 pytestmark = [
     pytest.mark.torch,
@@ -31,11 +34,50 @@ TINY = {
 }
 
 
+# What makes a published model small, but for the dimensions of its heads and how many it has.
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 16,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "vocab_size": 128,
+    "first_k_dense_replace": 1,
+    "sliding_window": 6,
+}
+# How many RMS norms, gated MLPs, routers and modules of experts `apply` replaces in two layers.
+REPLACED = {
+    "Llama-3.2-1B": (5, 2, 0, 0),
+    "Qwen3-8B": (9, 2, 0, 0),
+    "Qwen3-30B-A3B": (9, 0, 2, 2),
+    "gpt-oss-20b": (5, 0, 2, 0),
+    "Gemma-3-1B": (13, 2, 0, 0),
+    "DeepSeek-V3": (9, 2, 1, 1),
+}
+
+
+def small(name):
+    """The contents of a model's file, with small sizes."""
+    sizes = run.read_sizes(name)
+    config = {key: SMALL.get(key, value) for key, value in sizes.config.items()}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    config["num_attention_heads"] = 4
+    config["num_key_value_heads"] = {heads: 4, 1: 1}.get(kv_heads, 2)
+    if "sliding_window" in config:
+        config["layer_types"] = ["sliding_attention", "full_attention"]
+    found = {"class": sizes.kind, "layers": 2, "config": config}
+    return found | ({"experts": "mxfp4"} if sizes.mxfp4 else {})
+
+
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     """bench(*words) -> (exit status, records)."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("TIERCEL_COMMIT", "abc")
+    monkeypatch.setattr(run, "_WARMUP", 0)
     monkeypatch.chdir(tmp_path)
     model, out = tmp_path / "Tiny.json", tmp_path / "records.jsonl"
     model.write_text(json.dumps(TINY))
@@ -70,7 +112,7 @@ def test_ours_that_fails(bench, monkeypatch, capsys):
         def step(call):
             raise RuntimeError("a reason\nand more")
 
-        return step
+        return run.Step(step)
 
     monkeypatch.setattr(run, "step_of", no_step)
     shapes = ("--prefill", "1x8", "--decode", "--train")
@@ -104,6 +146,102 @@ def test_the_engine(bench, capsys):
         assert page.problem(record) is None
     (reason,) = {r["reason"] for r in records if r["model"] == "Tiny"}
     assert "`model_type` must be qwen3" in reason
+
+
+@pytest.mark.parametrize("name", run.names())
+def test_the_published_models(bench, name):
+    """All of ours is used, and gives what transformers does."""
+    Path("Small.json").write_text(json.dumps(small(name)))
+    shapes = ("--prefill", "1x16", "--decode", "2x16", "--train", "2x16")
+    code, records = bench("Small.json", *shapes, "--ways", "transformers,tiercel")
+    assert code == 0
+    ours = [r for r in records if (r["model"], r["way"]) == ("Small", "tiercel")]
+    assert [r["phase"] for r in ours] == ["prefill", "decode", "train"]
+    assert all(r["rel_err"] < 0.05 for r in ours)
+
+
+@pytest.mark.parametrize("name", run.names())
+def test_replaced(name, tmp_path):
+    path = tmp_path / "Small.json"
+    path.write_text(json.dumps(small(name)))
+    sizes = run.read_sizes(str(path))
+    report = apply(run.build(sizes, sizes.layers, "cpu"))
+    found = {op: len(names) for op, names in report.replaced.items()}
+    norms, gated, routers, experts = REPLACED[name]
+    due = {"attention": 2, "linear_cross_entropy": 1, "rotary_embedding": 2, "rms_norm": norms}
+    due |= {"gated activation": gated, "topk_softmax": routers, "fused_moe": experts}
+    assert found == {op: n for op, n in due.items() if n}
+    kept = {"experts with biases"} if sizes.mxfp4 else set()
+    assert set(report.kept.values()) == kept
+
+
+def test_4_bit_experts_for_a_while(tmp_path):
+    """Ours infer with the values of the 16-bit experts, which come back."""
+    path = tmp_path / "Small.json"
+    path.write_text(json.dumps(small("gpt-oss-20b")))
+    sizes = run.read_sizes(str(path))
+    model = run.build(sizes, 2, "cpu")
+    tensors = mxfp4.draw(model)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    experts = model.model.layers[0].mlp.experts
+    assert 0.015 < experts.down_proj.float().std() < 0.03
+    for phase, bits in (("prefill", 4), ("train", 16)):
+        case = run.Case(phase, 1, 8)
+        with run.prepared("tiercel", model, case, "cpu", tensors):
+            assert hasattr(experts, "gate_up_proj_blocks") == (bits == 4)
+            assert model.training == (phase == "train")
+        after = dict(model.named_parameters())
+        assert list(after) == list(before) and not model.training
+        assert all(torch.equal(after[name], p) for name, p in before.items())
+        assert not list(experts.buffers()) and "forward" not in vars(experts)
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-1B", "Qwen3-30B-A3B"])
+def test_a_graph_is_made_once(name, tmp_path, monkeypatch):
+    """Each step finds caches of the same length."""
+    path = tmp_path / "Small.json"
+    path.write_text(json.dumps(small(name)))
+    sizes = run.read_sizes(str(path))
+    model = run.build(sizes, 2, "cpu")
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled(model, fullgraph=True))
+    case = run.Case("decode", 2, 16)
+    counters = torch._dynamo.utils.counters
+    with torch.no_grad():
+        usual, step = (run.step_of(case, model, "cpu") for _ in range(2))
+        with run.prepared("tiercel.compiled", model, case, "cpu", {}) as (ours, _):
+            counters.clear()
+            found = [step.run(ours) for _ in range(3)]
+        right = [usual.run(model) for _ in range(3)]
+    assert counters["stats"]["unique_graphs"] == 1
+    for ours, theirs in zip(found, right, strict=True):
+        assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def test_the_floor_of_a_step(tmp_path, monkeypatch):
+    path = tmp_path / "Small.json"
+    path.write_text(json.dumps(small("Qwen3-30B-A3B")))
+    model = run.build(run.read_sizes(str(path)), 2, "cpu")
+    assert run.floor_ms(model, 1, 0.0) is None
+    properties = types.SimpleNamespace(memory_clock_rate=1e6, memory_bus_width=8)  # 2 GB/s
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]
+    others += sum(x.nbytes for x in model.buffers())
+    for tokens, share in ((1, 0.5), (2, 0.75)):  # 8 of 16 experts
+        found = run.floor_ms(model, tokens, 1000.0)
+        assert found == pytest.approx((others + share * experts + 1000) / 2e9 * 1e3)
+
+
+def test_other_values_of_the_configuration(bench, capsys):
+    shapes = ("--prefill", "1x8", "--decode", "--train", "--ways", "transformers")
+    code, (record,) = bench(*shapes, "--set", "head_dim=32", "--set", 'hidden_act="gelu"')
+    assert code == 0 and record["model"] == 'Tiny with head_dim=32, hidden_act="gelu"'
+    assert "--set head_dim=32 --set 'hidden_act=\"gelu\"'" in record["command"]
+    assert main(["bench", "model", "Qwen3-8B", "--device", "cpu", "--set", "head_dim"]) == 2
+    assert "--set: 'head_dim' is not NAME=VALUE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", run.names())

@@ -84,6 +84,36 @@ def test_gradients():
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes"), [("Qwen3Moe", {}), ("DeepseekV3", {"first_k_dense_replace": 0})]
+)
+def test_training_steps(name, changes, place):
+    """The loss without logits, with experts; other lengths make one more graph, other numbers of
+    items none."""
+    device, backend = place
+    model = make(name, device=device, num_hidden_layers=1, **changes).train()
+    door.apply(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for length, items in ((20, 30), (13, 31), (17, 5)):
+        ids = tokens(length=length, device=device)
+        given = {"labels": ids, "use_cache": False}
+        given["num_items_in_batch"] = torch.tensor(items, device=device)
+        found = []
+        for run in (model, compiled):
+            model.zero_grad()
+            outputs = run(ids, **given)
+            assert outputs.logits is None
+            outputs.loss.backward()
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+            found.append((outputs.loss.detach(), gradients))
+        (loss, gradients), (our_loss, our_gradients) = found
+        torch.testing.assert_close(our_loss, loss, rtol=1e-2, atol=0)
+        assert distance(our_gradients, gradients) < 0.03
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_generate_with_a_static_cache(name, place):
     """Masks are made outside of the compiled forward, which is compiled once."""

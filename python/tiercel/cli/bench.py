@@ -49,6 +49,8 @@ def _add_model(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = "such as Qwen3-8B, or a file like those of tiercel/workbench/models/configs"
     add("names", nargs="*", metavar="NAME", help=text + " (Llama-3.2-1B Qwen3-8B)")
     add("--layers", type=whole(1), metavar="N", help="only the first N layers (all)")
+    text = "another value in the configuration, in JSON; can be given several times"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     shapes = {
         "prefill": (["1x128", "1x4096", "8x1024"], "prompts, batch x tokens"),
         "decode": (["1x2048", "32x2048"], "decoding steps, batch x context"),

@@ -25,6 +25,7 @@ from tiercel.integrations.transformers.attention import ONE_SEQUENCE
 from tiercel.integrations.transformers.experts import is_experts, why_not
 from tiercel.integrations.transformers.loss import use_linear_loss
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
+from tiercel.integrations.transformers.routers import router_forward
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -53,7 +54,7 @@ def apply(model: nn.Module) -> Report:
     """Makes a loaded Hugging Face model use Tiercel's ops.
 
     Replaces attention (``attn_implementation="tiercel"``), experts
-    (``experts_implementation="tiercel"``), RMS norms, the activations of gated
+    (``experts_implementation="tiercel"``) and their routers, RMS norms, the activations of gated
     MLPs, rotary embeddings, and in training the loss of causal language models, each only where
     the module gives the same results up to rounding. Weights stay where they are, and gradients
     flow. A training step with labels makes no logits, and its output has none.
@@ -335,4 +336,5 @@ _KINDS: tuple[tuple[str, Callable[[nn.Module], Forward | str | None]], ...] = (
     ("rms_norm", _rms_norm),
     ("gated activation", _gated_mlp),
     ("rotary_embedding", rotary_forward),
+    ("topk_softmax", router_forward),
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from tiercel.workbench.bench import BenchError, environment
 from tiercel.workbench.bench.command import say, sink
@@ -16,7 +17,8 @@ def model(args: argparse.Namespace) -> int:
     """0 when all of ours was measured."""
     if args.device == "cuda":
         environment.check_gpu()
-    chosen = [run.read_sizes(name) for name in args.names or ("Llama-3.2-1B", "Qwen3-8B")]
+    names = args.names or ("Llama-3.2-1B", "Qwen3-8B")
+    chosen = [run.read_sizes(name).changed(args.set) for name in names]
     cases = [_case(phase, text) for phase in PHASES for text in getattr(args, phase)]
     ways = _ways(args.ways, args.engine)
     common = environment.describe() | {"transformers": run.import_transformers().__version__}
@@ -28,7 +30,12 @@ def model(args: argparse.Namespace) -> int:
             layers = min(args.layers or sizes.layers, sizes.layers)
             found: dict[str, list[page.Record]] = {}
             given = (cases, ways, args.steps, args.device, args.engine)
+            said: set[str] = set()
             for record in run.measure(sizes, layers, *given):
+                replaced = record.pop("replaced", None)
+                if replaced is not None and replaced not in said:
+                    said.add(replaced)
+                    say(f"{sizes.name}, {record['phase']}, replaced:\n{replaced}")
                 record = common | record
                 found.setdefault(f"{record['phase']} {record['case']}", []).append(record)
                 if file is not None:
@@ -74,6 +81,8 @@ def repeat(args: argparse.Namespace) -> str:
     words = ["tiercel", "bench", "model", *args.names]
     if args.layers:
         words += ["--layers", str(args.layers)]
+    for change in args.set:
+        words += ["--set", shlex.quote(change)]
     for phase in PHASES:
         words += [f"--{phase}", *getattr(args, phase)]
     if args.engine:

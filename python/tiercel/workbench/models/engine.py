@@ -121,7 +121,10 @@ def measure(
         first_call = served.first
         host = statistics.median(a - b for a, b in zip(times, waits, strict=True))
         count = launches(lambda: served.engine.decode(case.batch))
+    cache = served.engine.pages.memory
+    of_token = cache.nbytes / cache[0, 0, ..., 0, 0].numel()
     return {
+        "cache_bytes": of_token * case.batch * case.tokens,
         "ms_median": statistics.median(times),
         "ms_min": min(times),
         "host_ms": host,

@@ -18,7 +18,18 @@ Record = dict[str, Any]
 _TEXT = ("run", "date", "commit", "gpu", "driver", "torch", "transformers", "command")
 _OWN = ("model", "phase", "case", "way", "status")
 _NUMBERS = ("ms_median", "host_ms", "tokens_per_s", "peak_mib", "launches", "first_call_s")
-HEAD = ("way", "ms", "speed", "tokens/s", "host ms", "launches", "MiB", "first call s", "error")
+HEAD = (
+    "way",
+    "ms",
+    "speed",
+    "floor",
+    "tokens/s",
+    "host ms",
+    "launches",
+    "MiB",
+    "first call s",
+    "error",
+)
 _NOTE = """\
 Rendered by `tiercel bench report` from the records beside this page; do not edit. The weights are
 random, in bfloat16.
@@ -26,8 +37,12 @@ random, in bfloat16.
 - A step is a prompt, one token over a full static cache, or forward, loss and backward without an
   optimizer. Compiled decoding replays CUDA graphs.
 - **ms**: the median of single steps between two events. **speed**: to the uncompiled model, which
-  uses SDPA where transformers does. **host ms**: how long the CPU is busy. **MiB**: peak memory.
-  **first call**: with compilation.
+  uses SDPA where transformers does. **floor**: the share of a decoding step in which the memory, at
+  the rate of its clock, reads each weight, key and value once, of as many experts as random choices
+  name. **host ms**: how long the CPU is busy. **MiB**: peak memory. **first call**: with
+  compilation.
+- gpt-oss has values of MXFP4, as its checkpoint. Ours infer with the 4-bit experts and train with
+  16 bits, as transformers does throughout.
 - **engine** is `examples/engine`, on the host's clock: a prompt until its first token is read, and
   the time between two tokens of all sequences, cache and sampling included.
 - **error**: the distance of the logits, or of the loss, from the uncompiled model's.
@@ -65,9 +80,9 @@ def problem(record: Any) -> str | None:
         return "`layers` is no whole number"
     if record["status"] != "ok":
         return None if isinstance(record.get("reason"), str) else "`reason` is no text"
-    for name in (*_NUMBERS, "rel_err"):
+    for name in (*_NUMBERS, "rel_err", "floor_ms"):
         value: Any = record.get(name)
-        perhaps = ("peak_mib", "launches")
+        perhaps = ("peak_mib", "launches", "floor_ms")
         optional = value is None and (name in perhaps or record["way"] == "engine")
         if not optional and not (type(value) in (int, float) and 0 <= value < 1e15):
             return f"`{name}` is no number"
@@ -94,6 +109,7 @@ def _row(record: Record, base: float | None) -> tuple[str, ...]:
         way,
         f"{ms:.3g}" if ms < 100 else f"{ms:.0f}",
         "-" if base is None else f"{base / ms:.2f}",
+        "-" if (floor := record.get("floor_ms")) is None else f"{floor / ms:.0%}",
         shown("tokens_per_s", ".0f"),
         shown("host_ms", ".2f"),
         shown("launches", "d"),

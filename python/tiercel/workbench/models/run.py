@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tiercel._terminal import line
 from tiercel.workbench.bench import BenchError
 from tiercel.workbench.bench.records import rounded
 from tiercel.workbench.bench.runner import first_line
-from tiercel.workbench.models import engine
+from tiercel.workbench.models import engine, mxfp4
 
 CONFIGS = Path(__file__).parent / "configs"
 _SPARE = 512  # places of a cache behind the context, for the steps that are timed
@@ -40,7 +40,13 @@ _OF_THE_PROFILER = {
     "UVM Activity Init",
 }
 
-Step = Callable[[Callable[..., Any]], Tensor]
+
+@dataclass(frozen=True)
+class Step:
+    """(The model, or a compiled one) -> logits or a loss; the inputs are always the same."""
+
+    run: Callable[[Callable[..., Any]], Tensor]
+    cache_bytes: float = 0.0  # of keys and values, which a decoding step reads
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's class, its whole number of layers, and the arguments of its configuration."""
+    """A model's class, its whole number of layers, the arguments of its configuration, and whether
+    its published experts are in MXFP4."""
 
     name: str
     kind: str
     layers: int
     config: dict[str, Any]
+    mxfp4: bool = False
+
+    def changed(self, words: Sequence[str]) -> Sizes:
+        """With values of the configuration given as NAME=VALUE, in JSON."""
+        config = dict(self.config)
+        for word in words:
+            name, _, value = word.partition("=")
+            try:
+                config[name] = json.loads(value)
+            except ValueError:
+                raise BenchError(f"--set: {line(word)!r} is not NAME=VALUE, in JSON") from None
+        name = f"{self.name} with {', '.join(words)}" if words else self.name
+        return replace(self, name=name, config=config)
 
 
 def names() -> list[str]:
@@ -86,7 +106,8 @@ def read_sizes(name: str) -> Sizes:
             )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return Sizes(path.stem, str(found["class"]), int(found["layers"]), dict(found["config"]))
+        kind, layers, config = str(found["class"]), int(found["layers"]), dict(found["config"])
+        return Sizes(path.stem, kind, layers, config, found.get("experts") == "mxfp4")
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -113,29 +134,35 @@ def import_transformers() -> Any:
 
 
 def step_of(case: Case, model: Any, device: str) -> Step:
-    """(the model, or a compiled one) -> logits or a loss; the inputs are always the same."""
     torch.manual_seed(1)
     vocabulary = model.config.vocab_size
     ids = torch.randint(0, vocabulary, (case.batch, case.tokens), device=device)
     if case.phase == "prefill":
-        return lambda run: run(ids, use_cache=False, logits_to_keep=1).logits
+        return Step(lambda run: run(ids, use_cache=False, logits_to_keep=1).logits)
     return (_decode if case.phase == "decode" else _train)(model, ids)
 
 
 def _decode(model: Any, ids: Tensor) -> Step:
-    """One token over a full context; each step writes to the same place."""
+    """One token over a full context; each step writes to the same place, or moves a full sliding
+    cache on."""
     context = ids.shape[1]
     cache = import_transformers().StaticCache(config=model.config, max_cache_len=context + _SPARE)
     for row in ids.split(256, 1):
         model(row, past_key_values=cache, logits_to_keep=1)
 
-    def step(run: Callable[..., Any]) -> Tensor:
+    def step(run: Callable[..., Any]) -> Any:
         logits = run(ids[:, :1], past_key_values=cache).logits
         for layer in cache.layers:
             layer.cumulative_length.fill_(context)
-        return logits  # type: ignore[no-any-return]
+            if layer.is_sliding:  # a number of Python's, of which a graph would know each value
+                layer.cumulative_length_int = context
+        return logits
 
-    return step
+    used = 0.0
+    for layer in cache.layers:
+        share = min(1.0, context / layer.max_cache_len)
+        used += share * (layer.keys.nbytes + layer.values.nbytes)
+    return Step(step, used)
 
 
 def _train(model: Any, ids: Tensor) -> Step:
@@ -149,29 +176,60 @@ def _train(model: Any, ids: Tensor) -> Step:
             parameter.grad = None
         return loss.detach()  # type: ignore[no-any-return]
 
-    return step
+    return Step(step)
+
+
+def floor_ms(model: Any, new_tokens: int, cache_bytes: float) -> float | None:
+    """The time to read once what a step needs: weights, keys and values; None without a GPU.
+
+    Counts as many experts as random choices of each token name.
+    """
+    from tiercel.integrations.transformers.experts import is_experts
+
+    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    seen = {id(tables[0])} if tables[0] is not tables[1] else set()
+    total = cache_bytes
+    for module in model.modules():
+        share = 1.0
+        if is_experts(module):
+            share -= (1 - model.config.num_experts_per_tok / module.num_experts) ** new_tokens
+        for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            total += 0 if id(x) in seen else share * x.nbytes
+            seen.add(id(x))
+    if model.device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(model.device)
+    clock = getattr(properties, "memory_clock_rate", None)  # not in every torch
+    return clock and total / (2e3 * clock * properties.memory_bus_width / 8) * 1e3
 
 
 @contextlib.contextmanager
-def prepared(way: str, model: Any, case: Case, device: str) -> Iterator[Any]:
-    """The model as it is called that way."""
-    torch._dynamo.reset()
-    report = None
-    if way.startswith("tiercel"):
-        from tiercel.integrations.transformers import apply
+def prepared(
+    way: str, model: Any, case: Case, device: str, tensors: dict[str, Tensor]
+) -> Iterator[tuple[Any, str | None]]:
+    """The model as it is called that way, and what Tiercel replaced of it.
 
-        report = apply(model)
-    elif way == "liger":
-        _apply_liger(model)
-    run = model
-    if way.endswith(".compiled"):
-        graphs = case.phase == "decode" and device == "cuda"
-        run = torch.compile(model, fullgraph=True, mode="reduce-overhead" if graphs else None)
-    try:
-        yield run
-    finally:
-        if report is not None:
-            report.undo()
+    `tensors` are the experts' in MXFP4, with which ours infer.
+    """
+    torch._dynamo.reset()
+    with contextlib.ExitStack() as stack:
+        text = None
+        if way.startswith("tiercel"):
+            from tiercel.integrations.transformers import apply
+
+            if tensors and case.phase != "train":
+                stack.enter_context(mxfp4.used(model, tensors))
+            report = apply(model)
+            stack.callback(report.undo)
+            text = str(report)
+        elif way == "liger":
+            _apply_liger(model)
+        run = model.train(case.phase == "train")
+        stack.callback(model.eval)
+        if way.endswith(".compiled"):
+            graphs = case.phase == "decode" and device == "cuda"
+            run = torch.compile(model, fullgraph=True, mode="reduce-overhead" if graphs else None)
+        yield run, text
 
 
 def _apply_liger(model: Any) -> None:
@@ -261,6 +319,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A record for each case and way, without what the records of a run share."""
     model, timer = build(sizes, layers, device), Timer(device)
+    tensors = mxfp4.draw(model) if sizes.mxfp4 else {}
     right: dict[Case, Tensor] = {}
     for way in ways:
         for case in cases:
@@ -271,8 +330,11 @@ def measure(
             try:
                 if way == "engine":
                     found = engine.measure(engine_folder, model, case, steps, timer.launches)
+                    if case.phase == "decode":
+                        cache = found.pop("cache_bytes")
+                        found["floor_ms"] = floor_ms(model, case.new_tokens, cache)
                 else:
-                    found = _measure(model, timer, case, way, right, steps, device)
+                    found = _measure(model, timer, case, way, right, steps, device, tensors)
                 record |= {"status": "ok", **found}
                 record["tokens_per_s"] = case.new_tokens / found["ms_median"] * 1e3
             except Exception as error:  # the other ways are still measured
@@ -291,12 +353,17 @@ def _measure(
     right: dict[Case, Tensor],
     steps: int,
     device: str,
+    tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     with torch.no_grad():
         step = step_of(case, model, device)
-        with prepared(way, model, case, device) as run:
-            call = functools.partial(step, run)
+        with prepared(way, model, case, device, tensors) as (run, replaced):
+            call = functools.partial(step.run, run)
             found = timer.measure(call, steps)
             got = call().float().clone()
+            if case.phase == "decode":
+                found["floor_ms"] = floor_ms(model, case.new_tokens, step.cache_bytes)
+    if replaced is not None:
+        found["replaced"] = replaced
     known = right.setdefault(case, got)
     return {**found, "rel_err": float((got - known).norm() / known.norm())}
