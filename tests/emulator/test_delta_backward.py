@@ -166,10 +166,16 @@ def test_long_sequences_are_divided(channels, dtype):
 
 def test_slices_of_segments():
     """Slices of the values, of which two share a block, beside those of what a segment does."""
-    inputs = problem(1, 2048, (1, 1), (128, 80), gate=5.0)
-    more = (states(1, 1, 128, 80), states(1, 1, 128, 80, seed=8), None, None, True, None)
-    first = backward(inputs, *more[:2])
-    for each, other in zip(first, sm90("gated_delta_rule_backward")(*inputs, *more), strict=True):
+    more = states(1, 1, 128, 80), states(1, 1, 128, 80, seed=8)
+    backward(problem(1, 2048, (1, 1), (128, 80), gate=5.0), *more)
+
+
+def test_segments_are_reproducible():
+    """And in the batch-invariant mode sequences are not divided."""
+    inputs = problem(1, 2048, (1, 1), (128, 16), gate=5.0)
+    more = (states(1, 1, 128, 16), states(1, 1, 128, 16, seed=8), None, None, True, None)
+    first, again = (sm90("gated_delta_rule_backward")(*inputs, *more) for _ in range(2))
+    for each, other in zip(first, again, strict=True):
         assert torch.equal(each, other)
     with tiercel.batch_invariant():
         whole = sm90("gated_delta_rule_backward")(*inputs, *more)
