@@ -42,6 +42,8 @@ def cases(records: list[dict]) -> dict[tuple[str, str, str], dict[str, float]]:
 
 
 def table(records: list[dict]) -> str:
+    if len({(r["commit"], r["command"]) for r in records}) != 1:
+        raise SystemExit(f"{SCRIPT}: a file must hold the records of one run")
     found = cases(records)
     first = records[0]
     ratios: dict[str, list[float]] = {}

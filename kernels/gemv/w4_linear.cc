@@ -184,11 +184,14 @@ double estimate(const W4TilesKernel& tiles, int64_t blocks, int64_t steps, int c
 
 Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunch* launch) {
   W4TilesArgs& args = launch->args;
-  // Kernels count 32 bits of bytes from the first scale.
+  // Kernels count the bytes from the first row of scales to another in 32 bits.
   const int64_t scale_row = std::max(problem.scales.scale_row, problem.scales.zero_row);
-  if (problem.features * scale_row > std::numeric_limits<uint32_t>::max()) {
-    return Status::Unimplemented(std::string(call.op) + ": too large for one launch, got scale " +
-                                 shape_text(call.scale->shape, 2));
+  const int64_t most = std::numeric_limits<uint32_t>::max();
+  if (problem.features > 1 && scale_row > most / (problem.features - 1)) {
+    return Status::Unimplemented(
+        std::string(call.op) +
+        ": `scale` must have rows within 4 GiB for the precompiled kernels, got strides " +
+        shape_text(call.scale->strides, 2));
   }
   args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
   double least = std::numeric_limits<double>::infinity();

@@ -53,8 +53,6 @@ def is_experts(module: nn.Module) -> bool:
 
 def why_not(module: nn.Module) -> str | None:
     """The reason why we cannot compute these experts, or None."""
-    if "forward" in vars(module):
-        return "its forward is replaced already"
     if not module.has_gate:
         return "experts without a gate"
     if module.has_bias:

@@ -136,7 +136,11 @@ def _use_experts(model: nn.Module, report: Report) -> None:
     """Sets the experts' implementation where that of one module at least changes."""
     if not isinstance(model, PreTrainedModel):
         return
-    reasons = {name: why_not(m) for name, m in model.named_modules() if is_experts(m)}
+    reasons = {
+        name: "its forward is replaced already" if "forward" in vars(m) else why_not(m)
+        for name, m in model.named_modules()
+        if is_experts(m)
+    }
     ours = [name for name, why in reasons.items() if why is None]
     report.kept.update({name: why for name, why in reasons.items() if why is not None})
     configs = list({id(m.config): m.config for m in _submodels(model)}.values())

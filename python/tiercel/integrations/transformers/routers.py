@@ -20,7 +20,8 @@ Results = tuple[Tensor, Tensor, Tensor]
 def router_forward(module: nn.Module) -> Callable[..., Results] | str | None:
     """The forward of a router with `tiercel.topk_softmax`, or why not, or None if it is none.
 
-    A router gives (logits, weights, experts), those of a token in any order.
+    A router takes x ``[.., H]`` and returns (logits ``[T, E]``, weights ``[T, k]``, experts
+    ``[T, k]`` int64). A token's experts may come in any order.
     """
     if not type(module).__name__.lower().endswith("topkrouter"):
         return None
@@ -35,8 +36,11 @@ def router_forward(module: nn.Module) -> Callable[..., Results] | str | None:
         narrow = rounded[1][1].dtype != torch.float32
         for options in _candidates(module):
             forward = _forward(options, wide, narrow)
-            with tiercel.use_backend("ref"):
-                found = [forward(*given) for given, _ in (exact, rounded)]
+            try:
+                with tiercel.use_backend("ref"):
+                    found = [forward(*given) for given, _ in (exact, rounded)]
+            except (TypeError, ValueError):  # the module's attributes do not fit these options
+                continue
             if all(map(_agree, found, (exact[1], rounded[1]))):
                 return forward
     except Exception as error:  # whatever a stranger's module raises
@@ -63,7 +67,9 @@ def _candidates(module: nn.Module) -> list[dict[str, Any]]:
 def _forward(options: dict[str, Any], wide: bool, narrow: bool) -> Callable[..., Results]:
     """`wide`: the product is of float32; `narrow`: weights have the dtype of the logits."""
 
-    def forward(self: nn.Module, x: Tensor) -> Results:
+    def forward(self: nn.Module, x: Tensor, *others: Any, **more: Any) -> Results:
+        if others or more:
+            return type(self).forward(self, x, *others, **more)  # type: ignore[no-any-return]
         weight, bias = self.weight, getattr(self, "bias", None)
         rows = x.reshape(-1, x.shape[-1])
         if wide:
@@ -84,7 +90,8 @@ def _forward(options: dict[str, Any], wide: bool, narrow: bool) -> Callable[...,
 
 
 def _trial(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[nn.Module, Tensor], Results]:
-    """A copy with small rows, some of them, and the results of the module's own forward."""
+    """A copy of the router with 8 columns and 12 random rows for it, and what the module's own
+    forward makes of them."""
     generator = torch.Generator().manual_seed(0)
     columns = module.weight.shape[1]  # type: ignore[union-attr, index]
     small = copy.copy(module)
@@ -108,7 +115,7 @@ def _trial(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[nn.Module, Tens
 
 
 def _agree(found: Results, due: Results) -> bool:
-    """True for the same weights of the same experts."""
+    """True if both give the same logits, and the same weights to the same experts."""
 
     def dense(results: Results) -> Tensor:
         logits, weights, experts = results

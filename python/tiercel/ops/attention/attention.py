@@ -74,7 +74,8 @@ def attention(
     are no gradients then.
 
     Differentiable in ``q``, ``k``, ``v`` and ``sinks``. The backward has kernels of its own for
-    what the forward's take, and is torch's otherwise. Those kernels sum the gradients of ``k``,
+    the head dimensions, masks and 16-bit dtypes that the forward's kernels take, and is torch's
+    otherwise. Those kernels sum the gradients of ``k``,
     ``v`` and ``sinks`` in a fixed order; that of ``q`` only under
     ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other. Works
     under torch.compile and torch.export, and in CUDA graphs; it never synchronises.

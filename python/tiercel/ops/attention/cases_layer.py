@@ -18,8 +18,8 @@ _EXPERTS = {"hidden": 2048, "H": 32, "Hk": 4, "D": 128, "inner": 768, "E": 128, 
 
 # The distance of a row from one of plain PyTorch in the same dtype: both round between operators.
 _TOLERANCE = 0.03
-# Rows whose scores are so close that rounding chooses another expert.
-_OTHERWISE = 0.25
+# The share of rows whose scores are so close that rounding chooses another expert; one may always.
+_OTHERWISE = 0.05
 
 
 def _invalid(params: Mapping[str, Any]) -> str | None:
@@ -75,7 +75,7 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     return inputs
 
 
-def _layer(case: Any, inputs: Inputs, backend: str | None) -> Any:
+def _layer(case: Any, inputs: Inputs, backend: str) -> Any:
     import torch
 
     import tiercel
@@ -114,7 +114,7 @@ def _layer(case: Any, inputs: Inputs, backend: str | None) -> Any:
 
 def _ours(case: Any, inputs: Inputs, backend: str) -> Launch:
     def run() -> tuple[Any, ...]:
-        return (_layer(case, inputs, None if backend == "sm90" else backend),)
+        return (_layer(case, inputs, backend),)
 
     return Launch(run)
 
@@ -132,7 +132,7 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     if not bool(errors.isfinite().all()):
         raise WrongResult("a result is not finite")
     far = int((errors > _TOLERANCE).sum())
-    if far > (_OTHERWISE if "router" in inputs else 0) * len(errors):
+    if far > (max(1, _OTHERWISE * len(errors)) if "router" in inputs else 0):
         raise WrongResult(f"{far} of {len(errors)} rows are off by more than {_TOLERANCE:.0%}")
     return Error(float(errors.median()), float(errors.max()), far)
 

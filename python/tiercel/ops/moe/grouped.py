@@ -170,7 +170,7 @@ def grouped_gemm(
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
         ValueError: A shape, stride or device does not fit, ``offsets`` and ``counts`` are given
-            both, or there is no such backend.
+            both, ``expected_rows`` is given without scales, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 
@@ -186,5 +186,9 @@ def grouped_gemm(
     elif x_scale is not None or w_scale is not None:
         result = _FP8.pick()(x, w, x_scale, w_scale, offsets, expected_rows, backend)
     else:
+        if expected_rows:
+            raise ValueError(
+                f"grouped_gemm: `expected_rows` must be 0 without scales, got {expected_rows}"
+            )
         result = _GROUPED_GEMM.pick()(x, w, offsets, backend)
     return result

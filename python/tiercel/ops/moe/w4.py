@@ -23,7 +23,8 @@ __all__ = ["w4_moe"]
 _FORMAT_INDEX = {name: index for index, name in enumerate(FORMATS)}
 _ACTIVATION_INDEX = {name: index for index, name in enumerate(W4_ACTIVATIONS)}
 
-_DIRECT_IDS = 4  # at most, without a routing: each is a block then; w4_moe.cc takes up to 16
+# Up to so many ids there is no routing: each id is a block. w4_moe.cc would take 16.
+_DIRECT_IDS = 4
 
 
 def _block_size(elements: int, experts: int, has_middle: bool) -> int:
