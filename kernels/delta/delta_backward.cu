@@ -72,7 +72,7 @@ struct Memory : DeltaRing<delta_back_stages(kChannels), delta_back_stage(kKeySiz
   }
 };
 
-// Whether a launch looks for what segments do; the kernels for other keys have no code for that.
+// True in the launch that finds what segments do; kernels for other key sizes have no code for it.
 template <int kKeySize>
 __device__ __forceinline__ bool has_transitions(const DeltaBackArgs& args) {
   return kKeySize == kDeltaScanSize && args.transition;

@@ -12,9 +12,9 @@ namespace tiercel {
 // The launches of a call.
 struct DeltaBackwardPlan {
   const char* chunks;      // the first kernel, "none" if there is nothing to do
-  const char* passes;      // the second
+  const char* passes;      // the second; of segments the fourth, whose second is the same kernel
   const char* gradients;   // the last
-  int groups;              // warpgroups that multiply, of the second's blocks
+  int groups;              // warpgroups that multiply, of a block of the last passes
   int64_t segment_chunks;  // chunks of a segment; 0: sequences are not divided
   int64_t chunk_grid;      // of the first and the last, times Hk, or the first's times Hv
   int64_t pass_grid;

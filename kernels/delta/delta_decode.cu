@@ -362,7 +362,7 @@ struct Units {
   }
 };
 
-// A stage of shared memory, and how often it was used before.
+// A stage of shared memory, and the parity of how often it was used before.
 template <int kStages>
 struct Turn {
   int stage = 0;

@@ -151,7 +151,7 @@ __device__ __forceinline__ void load_scales(StepBits<kFloats>& bits, const W4Sca
   if constexpr (kFloats) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // The same for all rows, so that the address of each takes no more than an addition.
+      // All rows share this pointer, so each row's address takes one addition.
       const char* const from = scale + (min(k + i * 64, last_k - 64) >> shift);
       if (opaque_format(scales) == W4Format::kNvfp4) {
         bits.scale[i] = *reinterpret_cast<const uint32_t*>(from + row);

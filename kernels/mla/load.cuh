@@ -56,8 +56,8 @@ __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUten
   const int blocks = half == 0 ? kHalfBlocks + 1 : kHalfBlocks;
   const bool loads =
       own < kMlaStep && (!args.pair || thread % 2 == static_cast<int>(cluster_rank()));
-  const auto column = [&](int at) {
-    return (at == kHalfBlocks ? kMlaBlocks - 1 : half * kHalfBlocks + at) * 64;
+  const auto block_of = [&](int at) {
+    return at == kHalfBlocks ? kMlaBlocks - 1 : half * kHalfBlocks + at;
   };
   Ring ring;
   do {
@@ -84,11 +84,11 @@ __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUten
       unsigned char* const to = pointer + (memory.keys(stage) - memory.base) + own * kMlaColumns;
 #pragma unroll 1
       for (int at = 0; copies_one && at < blocks; ++at) {
-        unsigned char* const place = to + column(at) / 64 * kMlaBlock;
+        const int block = block_of(at);
         if (args.pair) {
-          box_multicast(place, map, column(at), row, full, 0b11);
+          box_multicast(to + block * kMlaBlock, map, block * 64, row, full, 0b11);
         } else {
-          box_load(place, map, column(at), row, full);
+          box_load(to + block * kMlaBlock, map, block * 64, row, full);
         }
       }
       __syncwarp();

@@ -78,18 +78,15 @@ struct Share {
 
   // The next sequence; false behind the last.
   __device__ __forceinline__ bool next(const MlaDecodeArgs& args) {
-    if (!more()) return false;
+    if (origin + last >= end) return false;
     origin += steps();
     ++b;
     enter(args);
     return true;
   }
 
-  // Of the sequence.
+  // How many steps the sequence has.
   __device__ __forceinline__ int steps() const { return steps_of(length); }
-
-  // True if next() has one.
-  __device__ __forceinline__ bool more() const { return origin + last < end; }
 
   // True if other lanes have steps of the sequence, too.
   __device__ __forceinline__ bool shared() const { return first > 0 || last < steps(); }

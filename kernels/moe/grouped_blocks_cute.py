@@ -36,7 +36,7 @@ from moe_block_scales_cute import multiply_steps, stage_scales
 
 
 class BlocksArguments(NamedTuple):
-    """As Arguments of grouped_gemm_cute.py, for these kernels."""
+    """These kernels' parameters after the tensor maps, like Arguments of grouped_gemm_cute.py."""
 
     offsets: cute.Pointer  # or counts, where there is a capacity
     out: cute.Pointer

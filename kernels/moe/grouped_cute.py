@@ -12,7 +12,7 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
 
-# Of float8: for many rows per group, and for few.
+# Tiles of float8: for many rows per group, and for few.
 _BLOCKS_SHAPES = ((128, 256, 4), (64, 128, 8))
 
 

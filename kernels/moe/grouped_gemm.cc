@@ -50,13 +50,12 @@ Status check_operand(const Argument& argument, const Argument& a, DType dtype) {
   return check_cuda(argument);
 }
 
-Status check_beside_scales(const Argument& a, const Argument& offsets, const Argument& out) {
+Status check_offsets_and_out(const Argument& a, const Argument& offsets, const Argument& out) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(offsets, {DType::kInt32, DType::kInt64}));
   TIERCEL_RETURN_IF_ERROR(check_beside(offsets, a));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(offsets));
-  const DType scaled = DType::kBFloat16;
   const bool is_float8 = a.view.dtype == DType::kFloat8E4M3;
-  TIERCEL_RETURN_IF_ERROR(check_operand(out, a, is_float8 ? scaled : a.view.dtype));
+  TIERCEL_RETURN_IF_ERROR(check_operand(out, a, is_float8 ? DType::kBFloat16 : a.view.dtype));
   return check_contiguous(out);
 }
 
@@ -92,7 +91,7 @@ Status check_scaled(const GroupedGemmCall& call, Problem* problem) {
   TIERCEL_RETURN_IF_ERROR(check_rank(b, 3));
   TIERCEL_RETURN_IF_ERROR(check_operand(b, a, DType::kFloat8E4M3));
   TIERCEL_RETURN_IF_ERROR(check_rank(offsets, 1));
-  TIERCEL_RETURN_IF_ERROR(check_beside_scales(a, offsets, out));
+  TIERCEL_RETURN_IF_ERROR(check_offsets_and_out(a, offsets, out));
   TIERCEL_RETURN_IF_ERROR(check_dtype(x_scale, {DType::kFloat32}));
   TIERCEL_RETURN_IF_ERROR(check_beside(x_scale, a));
   TIERCEL_RETURN_IF_ERROR(check_scale(w_scale, a));
@@ -140,7 +139,7 @@ Status check(const GroupedGemmCall& call, Problem* problem) {
   TIERCEL_RETURN_IF_ERROR(check_rank(b, of_weight ? 2 : 3));
   TIERCEL_RETURN_IF_ERROR(check_operand(b, a, a.view.dtype));
   TIERCEL_RETURN_IF_ERROR(check_rank(offsets, 1));
-  TIERCEL_RETURN_IF_ERROR(check_beside_scales(a, offsets, out));
+  TIERCEL_RETURN_IF_ERROR(check_offsets_and_out(a, offsets, out));
   const int64_t groups = call.offsets->shape[0] - 1, m = call.a->shape[0], k = call.a->shape[1];
   int64_t n = call.b->shape[1];
   switch (call.kind) {
@@ -188,6 +187,8 @@ struct Rows {
     view.shape = shape;
     view.strides = strides;
   }
+  Rows(const Rows&) = delete;  // `view` points into it
+  Rows& operator=(const Rows&) = delete;
 };
 
 struct Choice {

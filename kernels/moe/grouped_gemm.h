@@ -45,7 +45,7 @@ struct GroupedGemmCall {
   const TensorView* out = nullptr;
   const TensorView* x_scale = nullptr;
   const TensorView* w_scale = nullptr;
-  // Of float8: rows of a group to choose tiles by; 0: the mean, or C.
+  // Rows of a group by which float8 tiles are chosen; 0: the mean, or C.
   int64_t expected_rows = 0;
 };
 

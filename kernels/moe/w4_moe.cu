@@ -22,8 +22,8 @@
 //  - Blocks of 64 and 128 tokens: wgmma, 64 rows for each warpgroup, as in w4_linear's tiles
 //    (kernels/gemv/w4_tiles.cu). Three warpgroups, or two thread blocks, hide the latency of
 //    decoding. Scales are loaded some steps ahead, and stored in the form in which they multiply.
-//  - Nobody waits for the host: thread blocks beyond the blocks in use return. Up to 16 ids there
-//    is no routing: each id is a block.
+//  - Nobody waits for the host: thread blocks beyond the blocks in use return. Without a routing,
+//    each id is a block.
 //  - The second product reads the routing, scales and first weights while the first one ends: that
 //    lets it start only when the routing's launch has ended.
 #include <cstdint>
@@ -99,7 +99,7 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The expert that an id names, or -1.
+// An element's id, which may be anything.
 __device__ __forceinline__ int64_t id_of(const W4MoeArgs& args, int element) {
   return args.wide_ids ? static_cast<const int64_t*>(args.ids)[element]
                        : static_cast<const int32_t*>(args.ids)[element];
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     w4_moe(const __grid_constant__ W4MoeArgs args) {
   using Shape = Tile<kTokens, kRows>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
-  static_assert(!Shape::kFew || kStages % 2 == 0);
+  static_assert(!Shape::kFew || (kStages == kW4MoeFewStages && kStages % 2 == 0));
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t barriers[2 * kStages + 1];
   uint64_t *const filled = barriers, *const freed = barriers + kStages;
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     if (Shape::kFew) x_rows[threadIdx.x] = args.x + max(source, 0) * args.x_row;
   }
   __syncthreads();
-  // Of few tokens: those up to the last that is none of padding.
+  // Few tokens: those up to the last that is not padding.
   const int present =
       Shape::kFew ? 32 - __clz(__ballot_sync(0xffffffffu, sources[lane] >= 0)) : kTokens;
   if (loader >= 0) {

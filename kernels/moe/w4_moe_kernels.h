@@ -48,7 +48,7 @@ struct W4MoeArgs {
   int steps;
   int part_steps;  // of them, a part of K has: each block of a cluster has a part
   int row_tiles;
-  // Of few tokens:
+  // For few tokens:
   int block_tokens;  // of a block of the routing
   int stages;        // even
   int stage_bytes;

@@ -119,7 +119,7 @@ __device__ __forceinline__ int x_place(int token, int chunk) {
   return chunk / 8 * (kXBytes / 2) + token * 128 + (chunk % 8 ^ token % 8) * 16;
 }
 
-// The same of few tokens: a lane's four chunks lie 64 bytes apart, and two tokens' in different
+// x_place() for few tokens: a lane's four chunks lie 64 bytes apart, and two tokens' in different
 // banks.
 __device__ __forceinline__ int few_x_place(int token, int chunk) {
   return token * (kW4MoeStep * 2) + (chunk % 4 ^ token % 2) * 64 + chunk / 4 * 16;
@@ -177,7 +177,7 @@ struct FewRing {
     }
   }
 
-  // What needs no rows of x, by the thread that set_up().
+  // Starts the copies that need no rows of x; called by the thread that set_up().
   __device__ __forceinline__ void start(const W4MoeArgs& args, int first) const {
     if (first == 1) load_tile_scales(args);
     for (int s = first; s < args.stages && begin + s < end; s += 2) {
@@ -256,7 +256,7 @@ __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& r
   }
 }
 
-// Fills the stages of many tokens: four warps.
+// Fills the stages of many tokens, by all loading warps.
 template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages>
 __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, const int* sources,
                                           uint64_t* filled, uint64_t* freed, int expert,
@@ -269,7 +269,8 @@ __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, c
   constexpr int kTurns = (kRows + Shape::kLoaders - 1) / Shape::kLoaders;
   const int thread = threadIdx.x - Shape::kConsumers;
   const auto load_weights = [&](int step, int stage) {
-    if (thread != Shape::kLoaders - 32) return;  // of a warp with few scales
+    if (thread != Shape::kLoaders - 32)
+      return;  // of the last warp, which has no more scales than others
     mbarrier_expect(filled + stage, Shape::kWeightBytes);
     tile_load(shared + stage * Shape::kStageBytes + Shape::kXBytes, &args.weight_map,
               step * kRowBytes, group, expert, filled + stage);

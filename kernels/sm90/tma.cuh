@@ -105,8 +105,8 @@ __device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
-// The same box to the same place of each of the cluster's blocks in `ranks`, a bit each, whose
-// barriers it signals.
+// Loads a box to one place of each block of the cluster in `ranks` (a bit each), and signals the
+// barrier of each.
 __device__ __forceinline__ void box_multicast(void* to, const CUtensorMap* map, int column, int row,
                                               uint64_t* barrier, uint16_t ranks) {
   asm volatile(

@@ -160,7 +160,7 @@ struct Choice {
   const AttentionBackwardRowsKernel* rows = nullptr;
   int64_t head_blocks = 0;  // of queries, of a head; of packed sequences the most there may be
   int64_t blocks = 0;       // of all heads
-  // Of packed sequences' lists, the most there may be.
+  // The most entries that the lists of packed sequences may have.
   int64_t listed_tiles = 0;
   int64_t listed_blocks = 0;
   int band = 1;

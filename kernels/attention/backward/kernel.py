@@ -603,11 +603,11 @@ class AttentionBackward:
         return order, k_tiles * kv_heads * batch, sight, q_blocks, shared_by
 
     def tile_count(self, packed, problem):
-        """Of packed sequences: a head's tiles."""
+        """A head's tiles, if sequences are packed."""
         return packed.count.load()
 
     def ends(self, packed):
-        """Of packed sequences: Tile's `ends`."""
+        """Tile's `ends`, if sequences are packed."""
         return 1
 
     def details(self):

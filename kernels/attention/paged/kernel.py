@@ -16,7 +16,7 @@ It multiplies as forward/kernel.py does. What differs:
   search over the starts finds a number's sequence: nothing is planned on the host.
 - A head's sink is one more score in the softmax's sum.
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
-  h writes head p * heads + h of a workspace, and combine.cu puts the parts together.
+  h writes head p * heads + h of a workspace, and paged_combine.cu puts the parts together.
 - In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
   those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
   sequence needs.
@@ -85,7 +85,7 @@ class Paged(NamedTuple):
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
     part_blocks: Int32  # blocks of keys of a part, a power of two; 0: even shares of `parts`
-    least_parts: Int32  # with which each block of threads has a tile; `parts` is then the most
+    least_parts: Int32  # the fewest with which each block of threads has a tile; `parts` is the most
     copy_rows: Int32
     copies: Int32  # of a block of keys
     group: Int32  # query heads of a key head

@@ -277,7 +277,8 @@ struct Choice {
 Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, Choice* choice) {
   const AttentionOptions& options = call.options;
   const bool spans = options.left >= 0 && options.right >= 0;
-  const int64_t parts = paged_fixed_parts(keys, spans ? options.left + options.right + most : keys);
+  const int64_t seen = attention_limit(options.left) + attention_limit(options.right) + most;
+  const int64_t parts = paged_fixed_parts(keys, spans ? seen : keys);
   if (options.left >= 0 && parts > kPagedMostFixedParts) {
     return unsupported({kOp, "page_table", *call.page_table},
                        "have room for at most " +
@@ -335,7 +336,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
         std::min<int64_t>(choice->tiles * choice->heads * choice->parts, multiprocessors));
     return Status();
   }
-  if (options.left >= 0) load.keys = std::min(load.keys, options.left + most);
+  if (options.left >= 0) load.keys = std::min(load.keys, attention_limit(options.left) + most);
   load.tile_n = choice->kernel->variant.tile_n;
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
   choice->parts = paged_parts(load, multiprocessors);

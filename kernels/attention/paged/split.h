@@ -21,8 +21,8 @@ struct PagedLoad {
 // 1 where splitting gains nothing.
 int64_t paged_parts(const PagedLoad& load, int multiprocessors);
 
-// Keys of a part in the batch-invariant mode, and the most parts: the last one has the rest. A
-// part's number is 8 bits of a tile's in kernel.py.
+// Keys of a part in the batch-invariant mode, and the most parts (the last one has the rest):
+// kernel.py has 8 bits for a part's number.
 inline constexpr int64_t kPagedPartKeys = 2048;
 inline constexpr int64_t kPagedMostFixedParts = 255;
 
