@@ -85,9 +85,7 @@ class Paged(NamedTuple):
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
     part_blocks: Int32  # blocks of keys of a part, a power of two; 0: even shares of `parts`
-    least_parts: (
-        Int32  # the fewest with which each block of threads has a tile; `parts` is the most
-    )
+    least_parts: Int32  # the fewest that give each block of threads a tile; `parts` is the most
     copy_rows: Int32
     copies: Int32  # of a block of keys
     group: Int32  # query heads of a key head
