@@ -349,7 +349,7 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
   const int64_t size = int64_t{kKeySize} * args.value_size;
   const bool transition = has_transitions<kKeySize>(args);
   {
-    // Behind a segment are the gradients of the state that the next one begins with.
+    // A segment starts from the gradients of its final state, with which the next segment begins.
     const float* from = transition ? nullptr : args.grad_final;
     if (!transition && !work.last) from = args.segment_grads + args.v_heads * size;
     if (from != nullptr) from += work.owner(args, work.last) * size;

@@ -9,7 +9,7 @@ from tiercel.ops.moe import reference as ref
 
 pytestmark = pytest.mark.torch
 
-# What grouped_gemm chooses tiles by: those of 64 rows and those of 128.
+# Values of `expected_rows` that choose tiles of 64 rows and of 128.
 FEW, MANY = 1, 100
 BOTH = pytest.mark.parametrize("expected", [FEW, MANY])
 

@@ -92,8 +92,8 @@ def test_any_order_of_warps(seed):
     [([256] * 8, False), ([250, 193, 256, 256] * 2, False), ([448] * 2, True), ([640] * 3, True)],
 )
 def test_equal_lengths(lengths, divided):
-    """Of 32 steps on 5 lanes each has 8 steps, not 7, and no sequence is divided; of 7 steps 4 are
-    half; of 10 steps 6 are not."""
+    """With 32 steps on 5 lanes, a lane takes 8 steps, not 7, and no sequence is divided. Sequences
+    of 7 steps are divided after 4; with sequences of 10, a lane takes 6 steps, an even share."""
     inputs, parts = make(lengths, heads=2), 2 * 5 * 2 * VALUES
     workspace = torch.full((parts + 1000,), torch.nan)
     with running(multiprocessors=5):

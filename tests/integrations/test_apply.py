@@ -201,7 +201,7 @@ def test_routers_are_tried(module, replaced):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", "DeepseekV3"])
 def test_routers(name):
-    """The same experts and weights for fewer than all of them, with gradients, on the model."""
+    """A router gives the same experts and weights as the model's own, also with gradients."""
     more = {"n_group": 2, "routed_scaling_factor": 2.5} if name == "DeepseekV3" else {}
     model = make(name, num_experts_per_tok=2, **more)
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]

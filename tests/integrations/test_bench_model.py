@@ -34,7 +34,7 @@ TINY = {
 }
 
 
-# What makes a published model small, but for the dimensions of its heads and how many it has.
+# Sizes that make a published model small; head dimensions and head counts stay.
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,

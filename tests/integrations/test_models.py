@@ -80,7 +80,7 @@ def test_gradients(name, how, case, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3"])
 def test_gradients_of_heads_of_256(name, device, loud):
-    """As Gemma has them, with a cap and with windows."""
+    """Gemma's heads, with a cap and with windows."""
     heads = {"head_dim": 256, "query_pre_attn_scalar": 256}
     check_gradients(name, "attention", "plain", device, **heads)
 

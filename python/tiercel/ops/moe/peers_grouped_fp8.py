@@ -39,7 +39,7 @@ def _deepgemm(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
-    """The same values with a scale of 1 for each row: on Hopper it takes no scales of blocks."""
+    """Its product takes no block scales on Hopper: it gets the values with a scale of 1 per row."""
     import torch
 
     from tiercel.ops.moe import reference as ref

@@ -283,7 +283,7 @@ GROUPED_GEMM_FP8 = Spec(
     gradient_of="grouped_gemm",
 )
 
-# The same where each group has C rows of memory, and counts say how many of them are used.
+# The masked layout: each group has C rows of memory, and counts say how many of them are used.
 GROUPED_GEMM_MASKED = Spec(
     "grouped_gemm_masked",
     Tensor("x", "E C K", FLOAT8, strided=True),

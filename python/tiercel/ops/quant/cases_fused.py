@@ -96,8 +96,8 @@ def _activated(case: Any, inputs: Inputs) -> Any:
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """As for fp8_quantize; others may round to 16 bits on the way, which moves a value to its
-    neighbour."""
+    """The bounds are those of fp8_quantize. Others may round to 16 bits on the way, which moves a
+    value to its neighbour."""
     q, scale = outputs
     if q.shape != inputs["q"].shape:
         raise WrongResult(f"shape {tuple(q.shape)}")
