@@ -12,7 +12,7 @@ import torch
 import tiercel
 from tiercel.workbench.bench import peers
 from tiercel.workbench.bench.launch import Unsupported
-from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, vllm
+from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, flashkda, vllm
 
 PACKAGES = {
     "fa4": ("flash_attn", "flash-attn-4"),
@@ -55,7 +55,7 @@ def test_those_that_are_not_here_say_why():
     }
     for name, (_, distribution) in PACKAGES.items():
         assert missing[name] == f"the package {distribution} is not installed"
-    for name in ("vllm", "fa3"):
+    for name in ("vllm", "fa3", "flashkda"):
         assert "TIERCEL_BENCH_VLLM names no library" in missing[name]
     assert "deep_gemm" in missing["deepgemm"]
 
@@ -122,12 +122,16 @@ def test_an_operator_that_this_vllm_lacks():
         vllm.operator("_moe_C", "not_there")
 
 
-def test_fa3_is_beside_vllm_s_libraries(monkeypatch, tmp_path, loaded):
+@pytest.mark.parametrize(
+    ("peer", "library"),
+    [(fa3.PEER, "vllm_flash_attn/_vllm_fa3_C"), (flashkda.PEER, "_flashkda_C")],
+)
+def test_a_peer_beside_vllm_s_libraries(monkeypatch, tmp_path, loaded, peer, library):
     monkeypatch.setenv("TIERCEL_BENCH_VLLM", str(libraries(tmp_path, "_moe_C.so")))
-    assert "no vllm_flash_attn/_vllm_fa3_C library" in peers.find([fa3.PEER])[1]["fa3"]
-    libraries(tmp_path, "vllm_flash_attn/_vllm_fa3_C.abi3.so")
-    assert peers.find([fa3.PEER])[0] == {"fa3": "of vllm unknown"}
-    assert loaded == [str(tmp_path / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so")]
+    assert f"no {library} library" in peers.find([peer])[1][peer.name]
+    libraries(tmp_path, f"{library}.abi3.so")
+    assert peers.find([peer])[0] == {peer.name: "of vllm unknown"}
+    assert loaded == [str(tmp_path / f"{library}.abi3.so")]
 
 
 def test_deepgemm_is_vllm_s_copy_where_there_is_no_other(monkeypatch):

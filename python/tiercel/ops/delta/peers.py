@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tiercel.workbench.bench.launch import Launch, in_place
+from tiercel.workbench.bench.launch import Launch, Unsupported, in_place
+
+_LEAST_GATE = -5.0  # the bound of Kimi's models, below every gate of the bench
 
 _last: dict[Any, Any] = {}  # one compilation for all inputs of a case
 
@@ -72,8 +74,51 @@ def _fla(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run)
 
 
+def _flashkda(case: Any, inputs: dict[str, Any]) -> Launch:
+    """It makes gates and beta itself, from bfloat16: it gets what gives ours, rounded."""
+    import torch
+
+    from tiercel.ops.delta import cases
+
+    if case["gate"] != "channel" or case["Hk"] != case["Hv"] or case["B"] != 1:
+        raise Unsupported(
+            "it takes a gate per channel, as many heads of keys as of values, one row"
+        )
+    q, k, v, g, beta = inputs.values()
+    gate = (g.double() / _LEAST_GATE).logit().to(q.dtype)
+    logits = beta.double().logit().to(q.dtype)
+    heads, size = q.shape[2:]
+    zeros = torch.zeros(heads, size, device=q.device)
+    lengths = torch.tensor([0, q.shape[1]], device=q.device)
+    state = torch.zeros(1, heads, size, size, device=q.device)
+    last, out = torch.empty_like(state), torch.empty_like(v)
+    namespace: Any = torch.ops._flashkda_C
+    workspace = torch.empty(
+        namespace.get_workspace_size(q.shape[1], heads, 1), dtype=torch.uint8, device=q.device
+    )
+    arguments = (q, k, v, gate, logits, size**-0.5, out, workspace, zeros[:, 0].contiguous(), zeros)
+
+    def run() -> tuple[Any]:
+        namespace.fwd(*arguments, _LEAST_GATE, state, last, lengths)
+        return (out,)
+
+    made = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": _LEAST_GATE * gate.double().sigmoid(),
+        "beta": logits.double().sigmoid(),
+    }
+
+    def check(outputs: tuple[Any, ...]) -> Any:
+        return cases._check(made, cases._reference(case, made), outputs, Launch(run))
+
+    return Launch(run, exact=False, check=check, details={"gates": "made inside"})
+
+
 ADAPTERS = {
     "fla": {"gated_delta_rule": _fla},
+    "flashkda": {"gated_delta_rule": _flashkda},
     "torch": {"gated_delta_rule_decode": _eager},
     "torch.compile": {"gated_delta_rule_decode": _compiled},
 }

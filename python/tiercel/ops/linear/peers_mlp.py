@@ -91,10 +91,14 @@ def _torch_fp8(case: Any, inputs: Inputs) -> Launch:
     return _torch("fp8_linear")(case, inputs)
 
 
-def _vllm_fp8(case: Any, inputs: Inputs) -> Launch:
-    """Its CUTLASS products; scales of blocks lie as for _torch_fp8."""
+def _fp8_output(case: Any, x: Any) -> Any:
     import torch
 
+    return x.new_empty(case["M"], case["N"], dtype=torch.bfloat16)
+
+
+def _vllm_fp8(case: Any, inputs: Inputs) -> Launch:
+    """Its CUTLASS products; scales of blocks lie as for _torch_fp8."""
     x, weight, x_scale, weight_scale, bias = inputs.values()
     if case["blocks"]:
         if case["M"] % 4:
@@ -103,11 +107,29 @@ def _vllm_fp8(case: Any, inputs: Inputs) -> Launch:
             raise Unsupported("it takes no bias with scales of blocks")
         x_scale = x_scale.t().contiguous().t()
     function = operator("_C", "cutlass_scaled_mm")
-    out = x.new_empty(case["M"], case["N"], dtype=torch.bfloat16)
+    out = _fp8_output(case, x)
 
     def run() -> tuple[Any, ...]:
         function(out, x, weight.t(), x_scale, weight_scale.t(), bias)
         return (activate(case["act"], out),)
+
+    return Launch(run)
+
+
+def _deepgemm_fp8(case: Any, inputs: Inputs) -> Launch:
+    """Its kernels on Hopper read a column of scales after the other."""
+    from tiercel.workbench.bench.peers import deepgemm
+
+    if not case["blocks"] or case["bias"] or case["act"] != "none":
+        raise Unsupported("it takes scales of blocks, no bias and no activation")
+    module: Any = deepgemm.module()
+    x, weight, x_scale, weight_scale, _ = inputs.values()
+    scale = x_scale.mT.contiguous().mT
+    out = _fp8_output(case, x)
+
+    def run() -> tuple[Any, ...]:
+        module.fp8_gemm_nt((x, scale), (weight, weight_scale), out)
+        return (out,)
 
     return Launch(run)
 
@@ -158,6 +180,7 @@ def _compiled(op: str) -> Callable[[Any, Inputs], Launch]:
 
 _OPS = ("gated_linear", "fused_mlp", "linear_act_backward", "fp8_linear")
 ADAPTERS = {
+    "deepgemm": {"fp8_linear": _deepgemm_fp8},
     "torch": {**{op: _torch(op) for op in _OPS}, "fp8_linear": _torch_fp8},
     "torch.compile": {op: _compiled(op) for op in _OPS},
     "vllm": {"fp8_linear": _vllm_fp8},

@@ -77,7 +77,11 @@ def _deepgemm(case: Any, inputs: Inputs) -> Launch:
     q, k, k_scale, weights = inputs.values()
     starts = torch.zeros(len(q), dtype=torch.int32, device=q.device)
     ends = torch.full_like(starts, len(k))
-    return Launch(lambda: (module.fp8_mqa_logits(q, (k, k_scale), weights, starts, ends),))
+    if hasattr(module, "fp8_mqa_logits"):
+        return Launch(lambda: (module.fp8_mqa_logits(q, (k, k_scale), weights, starts, ends),))
+    function = module.fp8_fp4_mqa_logits  # its name since 2.8
+    arguments = ((q, None), (k, k_scale), weights, starts, ends, len(k))
+    return Launch(lambda: (function(*arguments),))
 
 
 def _torch_top_k(case: Any, inputs: Inputs) -> Launch:

@@ -6,22 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from tiercel.workbench.bench.launch import Unsupported
-from tiercel.workbench.bench.peers import Missing, Peer, vllm
+from tiercel.workbench.bench.peers import Peer, vllm
 
 
-def _find() -> str:
-    libraries = vllm.libraries("vllm_flash_attn/_vllm_fa3_C*.so")
-    if not libraries:
-        where = ", ".join(map(str, vllm.folders()))
-        raise Missing(f"{where} has no vllm_flash_attn/_vllm_fa3_C library")
-    import torch
-
-    load: Any = torch.ops.load_library
-    load(str(libraries[-1]))
-    return f"of vllm {vllm.version()}"
-
-
-PEER = Peer("fa3", _find)
+PEER = Peer("fa3", vllm.finder("vllm_flash_attn/_vllm_fa3_C"))
 
 # Arguments of newer versions, of which None is no value.
 DEFAULTS = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,26 @@ def version() -> str:
         return os.environ.get("TIERCEL_BENCH_VLLM_VERSION", "unknown")
 
 
+def load(path: Path) -> None:
+    import torch
+
+    load_library: Any = torch.ops.load_library
+    load_library(str(path))
+
+
+def finder(library: str) -> Callable[[], str]:
+    """A peer's `find`: it loads one more of its libraries, by its name without a suffix."""
+
+    def find() -> str:
+        found = libraries(f"{library}*.so")
+        if not found:
+            raise Missing(f"{', '.join(map(str, folders()))} has no {library} library")
+        load(found[-1])
+        return f"of vllm {version()}"
+
+    return find
+
+
 def operator(namespace: str, name: str) -> Any:
     """One of its operators; raises Unsupported where this version has it not."""
     import torch
@@ -65,11 +86,8 @@ def _find() -> str:
     if not found:
         where = ", ".join(map(str, folders()))
         raise Missing(f"{where} has neither a _moe_C nor a _C library")
-    import torch
-
-    load: Any = torch.ops.load_library
     for path in found:
-        load(str(path))
+        load(path)
     return version()
 
 
