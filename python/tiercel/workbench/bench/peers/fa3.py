@@ -8,7 +8,6 @@ from typing import Any
 from tiercel.workbench.bench.launch import Unsupported
 from tiercel.workbench.bench.peers import Peer, vllm
 
-
 PEER = Peer("fa3", vllm.finder("vllm_flash_attn/_vllm_fa3_C"))
 
 # Arguments of newer versions, of which None is no value.
