@@ -72,7 +72,7 @@ class CallIntercepted(BaseException):
 
 @dataclass(frozen=True)
 class Eager:
-    """How `_C.EagerCall` launches sm90 without Python: see eager_call.cc.
+    """How `_C.EagerCall` launches sm90 without Python: see eager_call.h.
 
     Args:
         native: The function of `_C`; None if Python launches, with outputs made in C.
