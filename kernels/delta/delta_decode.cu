@@ -11,6 +11,7 @@
 
 #include "kernels/delta/delta_kernels.h"
 #include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/copy_arrival.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -315,12 +316,6 @@ __device__ __forceinline__ void bulk_commit() {
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// Arrives at a barrier, as one thread of those it counts, once all of its copies are there.
-__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
 }
 
 // By a warp: starts copies of a head's part of a token.

@@ -38,6 +38,7 @@
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/load_remote.cuh"
 #include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/warp_matrix.cuh"
 #include "kernels/sm90/wgmma.cuh"
@@ -58,18 +59,6 @@ __device__ __forceinline__ void copies_fence() {
 __device__ __forceinline__ void cluster_meet() {
   cluster_arrive();
   cluster_wait();
-}
-
-// A number in block `rank`'s shared memory.
-__device__ __forceinline__ float load_remote(const float* address, uint32_t rank) {
-  float v;
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
-      " ld.shared::cluster.f32 %0, [remote]; }"
-      : "=f"(v)
-      : "r"(shared_address(address)), "r"(rank)
-      : "memory");
-  return v;
 }
 
 // 16 bytes and 4, at an address from shared_address().

@@ -8,18 +8,13 @@
 #include "kernels/gemv/w4_weights.cuh"
 #include "kernels/moe/w4_moe_kernels.h"
 #include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/copy_arrival.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 
 inline constexpr int kRowBytes = kW4MoeStep / 2;  // of a row of the weight in a stage
-
-// This thread's arrival, when all copies that it has started are there.
-__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
 
 __device__ __forceinline__ void tile_load(void* to, const CUtensorMap* map, int byte, int group,
                                           int expert, uint64_t* barrier) {

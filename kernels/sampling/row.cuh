@@ -84,18 +84,6 @@ __device__ __forceinline__ float plain_sum(int segments, float largest, Pair pai
   return lanes_reduce<32>(sum, Sum());
 }
 
-// Reads 4 bytes of block `rank`'s shared memory, at the offset that `address` has in this block's.
-__device__ __forceinline__ uint32_t load_remote(const uint32_t* address, uint32_t rank) {
-  uint32_t value;
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
-      " ld.shared::cluster.u32 %0, [remote]; }"
-      : "=r"(value)
-      : "r"(shared_address(address)), "r"(rank)
-      : "memory");
-  return value;
-}
-
 // ceil(share * whole), at least 1; share below 1.
 __device__ __forceinline__ uint64_t part_of(float share, uint64_t whole) {
   const uint64_t fixed = __float2ull_rn(fmaxf(share, 0.0f) * 18446744073709551616.0f);

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels/sampling/row.cuh"
+#include "kernels/sm90/load_remote.cuh"
 
 namespace tiercel {
 
