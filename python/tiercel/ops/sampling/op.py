@@ -106,8 +106,8 @@ def sample(
         top_p: Keeps the largest tokens that together have ``top_p`` of the probability that min-p
             and top-k left: the fewest, and those equal to the last. 1: all.
         min_p: Keeps tokens with at least ``min_p`` of the probability of the most probable.
-        seed: Of a tensor each row has its own; a number is one for all rows, which then also differ
-            by their place.
+        seed: A tensor has one seed for each row. A number is the seed of all rows, whose results
+            then also depend on the row's place.
         offset: The place in the random sequence of the seed: another one for each step.
         repetition_penalty: Divides positive logits, and multiplies others, of tokens that
             ``prompt`` or ``counts`` has.
