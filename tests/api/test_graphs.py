@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One compiled or exported graph serves any number of tokens, and any length."""
 
+import dataclasses
+
 import pytest
 import torch
 from support import contract_calls as calls
@@ -122,6 +124,8 @@ def _exported(op, case):
     [pytest.param(op, case, id=f"{op}-{case}") for op in calls.OPS for case in calls.cases(op)],
 )
 def test_export_of_1_to_4096_tokens(op, case):
+    if case.sizes.get("V", 0) > 4096:  # vocabularies, which have no part in this
+        case = dataclasses.replace(case, sizes={**case.sizes, "V": 4096})
     program, chosen = _exported(op, case)
     slow = "attention" in op or op in ("gated_delta_rule", "sample", "verify_draft")  # on a CPU
     for tokens in (1, 33, 70 if slow else 260):

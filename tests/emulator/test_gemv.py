@@ -81,10 +81,17 @@ def test_linear_of_several_turns_and_passes(tokens, cut):
     check_linear(tokens, 2200, 1280 if cut[:2] == (1, 1) else 1088, cut=(cut,))
 
 
-# Of 12 parts K needs two sections as well.
-@pytest.mark.parametrize(("tokens", "parts"), [(8, 16), (9, 12)])
-def test_linear_of_several_groups(tokens, parts):
-    check_linear(tokens, 9000, 7936, cut=((2, 1, parts, 2),))
+# Blocks have 2 turns in groups of 1, or 3 in groups of 2 and 1; the last K also needs two sections.
+@pytest.mark.parametrize(
+    ("tokens", "features", "k", "cut"),
+    [
+        (8, 2216, 4608, (1, 1, 17, 2)),
+        (9, 2200, 4864, (2, 1, 9, 2)),
+        (9, 1000, 11520, (4, 1, 11, 2)),
+    ],
+)
+def test_linear_of_several_groups(tokens, features, k, cut):
+    check_linear(tokens, features, k, cut=(cut,))
 
 
 def test_linear_in_any_order():

@@ -19,7 +19,8 @@ def milliseconds(problem, tokens, candidate):
 
 
 class Bench:
-    """TUNE_LOG: a file that gets a line a check; TUNE_DELAY: seconds that each takes.
+    """TUNE_LOG: a file that gets a line a check; TUNE_DELAY: seconds that each takes; TUNE_WAIT: a
+    file that all wait for.
 
     What TUNE_WRONG, TUNE_BROKEN or TUNE_KILL names, by a part of a candidate's name, gives a wrong
     result, does not compile, or ends the process; the latter until TUNE_KILL's file `@` exists.
@@ -29,6 +30,7 @@ class Bench:
         self.tunable = tunable
         self.log = os.environ.get("TUNE_LOG")
         self.delay = float(os.environ.get("TUNE_DELAY", "0"))
+        self.wait = os.environ.get("TUNE_WAIT")
 
     def facts(self):
         names = {"gpu": "NVIDIA Stand-in", "driver": "1", "torch": "2", "commit": "abc"}
@@ -44,6 +46,8 @@ class Bench:
             with Path(self.log).open("a") as file:
                 file.write(f"{os.environ.get('RANK', 0)} {problem.name} T={tokens} {name}\n")
         time.sleep(self.delay)
+        while self.wait and not Path(self.wait).exists():
+            time.sleep(0.05)
         kill, _, once = os.environ.get("TUNE_KILL", "?").partition("@")
         if kill in name and not (once and Path(once).exists()):
             if once:
