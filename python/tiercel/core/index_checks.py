@@ -61,6 +61,11 @@ def ascending(name: str, values: Tensor) -> Index:
     return Index(name, values, wrong, "hold numbers that do not decrease")
 
 
+def part_bounds(name: str, values: Tensor | None, last: int) -> list[Index]:
+    """Where parts of `last` rows begin, and the end of the last part."""
+    return [] if values is None else [between(name, values, 0, last), ascending(name, values)]
+
+
 def check(op: str, indices: Iterable[Index]) -> None:
     """Raises for the first wrong value.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 _FLOAT8 = "float8_e4m3fn"
 
@@ -128,16 +128,7 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     rows, heads = expected
     errors = torch.cat([(result[-1, rows, head].double() - x).abs_() for head, x in heads])
     truth = torch.cat([x for _, x in heads])
-    largest = float(errors.max())
-    if not largest < float("inf"):
-        raise WrongResult("a result is not finite")
-    worst = float((errors / (truth.abs() + 1)).max())
-    if worst > of_largest * unit:
-        raise WrongResult(f"a result is off by {worst / unit:.1f} units, {of_largest} are allowed")
-    rms = float(errors.square_().mean().sqrt() / truth.square().mean().sqrt())
-    if rms > of_rms * unit:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {of_rms * unit:.1e}")
-    return Error(rms=rms, maximum=largest / float(truth.abs().max()))
+    return judged(errors, truth, of_largest * unit * (truth.abs() + 1), of_rms * unit)
 
 
 def _torch_sdpa(case: Any, inputs: Inputs) -> Callable[[], Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 CACHES = {"same": 2, "float8_e4m3fn": 1}  # bytes an element
 PAGES = (1, 16, 32, 64, 128, 256)
@@ -120,16 +120,8 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     allowed = unit if exact else 2.0**-5
     truth = torch.cat([x for _, _, x in expected])
     errors = torch.cat([(result[b, :, head].double() - x).abs() for b, head, x in expected])
-    largest = float(errors.max())
-    if not largest < float("inf"):
-        raise WrongResult("a result is not finite")
-    worst = float((errors / (truth.abs() + truth.square().mean().sqrt())).max())
-    if worst > 8 * allowed:
-        raise WrongResult(f"a result is off by {worst / allowed:.1f} units, 8 are allowed")
-    rms = float(errors.square().mean().sqrt() / truth.square().mean().sqrt())
-    if rms > 2.5 * allowed:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2.5 * allowed:.1e}")
-    return Error(rms=rms, maximum=largest / float(truth.abs().max()))
+    scale = truth.square().mean().sqrt()
+    return judged(errors, truth, 8 * allowed * (truth.abs() + scale), 2.5 * allowed)
 
 
 BENCHES = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -108,16 +108,7 @@ def check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     of_largest, of_rms = (4.0, 0.8) if float8 else (6.0, 2.5)
     errors = torch.cat([(result[rows, head].double() - x).abs() for rows, head, x in expected])
     truth = torch.cat([x for _, _, x in expected])
-    largest = float(errors.max())
-    if not largest < float("inf"):
-        raise WrongResult("a result is not finite")
-    worst = float((errors / (truth.abs() + 1)).max())
-    if worst > of_largest * unit:
-        raise WrongResult(f"a result is off by {worst / unit:.1f} units, {of_largest} are allowed")
-    rms = float(errors.square().mean().sqrt() / truth.square().mean().sqrt())
-    if rms > of_rms * unit:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {of_rms * unit:.1e}")
-    return Error(rms=rms, maximum=largest / float(truth.abs().max()))
+    return judged(errors, truth, of_largest * unit * (truth.abs() + 1), of_rms * unit)
 
 
 BENCHES = [

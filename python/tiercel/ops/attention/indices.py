@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiercel.core.index_checks import Index, ascending, between
+from tiercel.core.index_checks import Index, between, part_bounds
 from tiercel.core.spec import Call
 
 
 def bounds_of_sequences(name: str, starts: Tensor, rows: int, longest: int | None) -> list[Index]:
     """`cu_seqlens` begins and ends sequences among `rows`, none of them longer than `longest`."""
-    found = [between(name, starts, 0, rows), ascending(name, starts)]
+    found = part_bounds(name, starts, rows)
     if longest is not None:
         due = f"hold sequences of at most `{name.replace('cu_seqlens', 'max_seqlen')}` = {longest}"
         found.append(Index(name, starts[1:] - starts[:-1], lambda n: n > longest, f"{due} rows"))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.index_checks import Index, ascending, between, places
+from tiercel.core.index_checks import Index, part_bounds, places
 from tiercel.core.op import Gradient, Lookup, Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops._rows import rows
@@ -22,13 +22,7 @@ _SILU = Lookup("activation", {None: False, "silu": True})
 
 
 def _starts(call: Call) -> list[Index]:
-    if call.cu_seqlens is None:
-        return []
-    last = call.x.shape[-2]
-    return [
-        between("cu_seqlens", call.cu_seqlens, 0, last),
-        ascending("cu_seqlens", call.cu_seqlens),
-    ]
+    return part_bounds("cu_seqlens", call.cu_seqlens, call.x.shape[-2])
 
 
 def _launch_of(takes: tuple[str, ...]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiercel import _C
 from tiercel.core.eager import empty
-from tiercel.core.index_checks import Index, ascending, between, places
+from tiercel.core.index_checks import Index, between, part_bounds, places
 from tiercel.core.op import Gradient, Native, Op
 from tiercel.core.spec import Call, Spec
 from tiercel.ops.delta import reference as ref
@@ -134,10 +134,7 @@ def _launch(native: Callable[..., Any], call: Call) -> Any:
 
 
 def _indices(call: Call) -> list[Index]:
-    if call.cu_seqlens is None:
-        return []
-    starts, last = call.cu_seqlens, call.q.shape[1]
-    return [between("cu_seqlens", starts, 0, last), ascending("cu_seqlens", starts)]
+    return part_bounds("cu_seqlens", call.cu_seqlens, call.q.shape[1])
 
 
 _RESULTS = spec.GATED_DELTA_RULE_BACKWARD.result_names

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 _ELEMENT = 2  # bytes; both dtypes have 16 bits
@@ -99,16 +99,8 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     unit = torch.finfo(result.dtype).eps / 2
     sums = inputs["x"].shape[-1] * 2.0**-23
     errors = (result.double() - expected).abs_()
-    largest = float(errors.max())
-    if not largest < float("inf"):
-        raise WrongResult("a result is not finite")
-    worst = float((errors / expected.abs().mul_(2.5 * unit).add_(4 * unit + sums)).max())
-    if worst > 1:
-        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
-    rms = float(errors.square_().mean().sqrt() / expected.square().mean().sqrt())
-    if rms > 1.5 * unit + sums / 4:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {1.5 * unit + sums / 4:.1e}")
-    return Error(rms=rms, maximum=largest / float(expected.abs().max()))
+    tolerance = expected.abs().mul_(2.5 * unit).add_(4 * unit + sums)
+    return judged(errors, expected, tolerance, 1.5 * unit + sums / 4)
 
 
 def _torch_linear(case: Any, inputs: Inputs) -> Callable[[], Any]:

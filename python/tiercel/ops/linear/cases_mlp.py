@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel.ops.linear.cases import ACTIVATIONS, activate
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 _ELEMENT = 2  # bytes; both dtypes have 16 bits
 GATES = ACTIVATIONS[2:]
@@ -182,17 +182,9 @@ def _check(inputs: Inputs, expected: tuple[Any, ...], outputs: Any, launch: Laun
             raise WrongResult(f"shape {tuple(result.shape)}, {tuple(due.shape)} due")
         unit = torch.finfo(result.dtype).eps / 2
         scale = float(due.square().mean().sqrt())
-        errors = (result.double() - due).abs_()
-        rms, largest = float(errors.square().mean().sqrt()) / scale, float(errors.max())
-        if not largest < float("inf"):
-            raise WrongResult("a result is not finite")
-        if not rms <= 3 * unit:
-            raise WrongResult(f"RMS error {rms:.1e}, tolerance {3 * unit:.1e}")
-        off = float((errors / due.abs().mul(2.5 * unit).add_(12 * unit * scale)).max())
-        if off > 1:
-            raise WrongResult(f"a result is off by {off:.1f} times its tolerance")
-        maximum = largest / float(due.abs().max())
-        worst = Error(rms=max(worst.rms, rms), maximum=max(worst.maximum, maximum))
+        tolerance = due.abs().mul_(2.5 * unit).add_(12 * unit * scale)
+        error = judged((result.double() - due).abs_(), due, tolerance, 3 * unit)
+        worst = Error(rms=max(worst.rms, error.rms), maximum=max(worst.maximum, error.maximum))
     return worst
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.ops.mla.cases import judged
+from tiercel.ops.mla.cases import close
 from tiercel.ops.mla.spec import LATENT, PACKED, ROTARY
 from tiercel.workbench.bench.launch import Launch, WrongResult
 from tiercel.workbench.bench.ops import Error, Inputs, OpBench
@@ -63,7 +63,7 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     q = inputs["q"]
     if result.shape != (*q.shape[:2], LATENT) or result.dtype != q.dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
-    return judged(result[[0, len(q) - 1]], expected)
+    return close(result[[0, len(q) - 1]], expected)
 
 
 def _flops(case: Any) -> int:

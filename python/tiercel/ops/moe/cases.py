@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 _ELEMENT = 2  # bytes; both dtypes have 16 bits
 # The dtype of x, or float8 with a scale a row or a block of 128x128.
@@ -149,20 +149,12 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch | None) -
     (result,) = outputs
     if result.shape != expected.shape or result.dtype != inputs["x"].dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
-    errors = (result.double() - expected).abs()
-    if not bool(torch.isfinite(errors).all()):
-        raise WrongResult("a result is not finite")
     unit = torch.finfo(result.dtype).eps / 2
     if _scales(inputs):  # a value between the halves may be rounded to float8's neighbour
         unit *= 8
     scale = expected.square().mean().sqrt()
-    worst = float((errors / (unit * (expected.abs() + 6 * scale) + 1e-5 * scale)).max())
-    if worst > 1.5:
-        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
-    rms = float(errors.square().mean().sqrt() / scale)
-    if rms > 2 * unit:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2 * unit:.1e}")
-    return Error(rms=rms, maximum=float(errors.max() / expected.abs().max()))
+    tolerance = 1.5 * (unit * (expected.abs() + 6 * scale) + 1e-5 * scale)
+    return judged((result.double() - expected).abs(), expected, tolerance, 2 * unit)
 
 
 _FUSED = OpBench(

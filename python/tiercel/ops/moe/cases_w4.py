@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel.ops.moe import cases
 from tiercel.workbench.bench.launch import Launch, WrongResult
-from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench, judged
 
 _GROUPS = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 _GPT_OSS = {"activation": "silu_residual", "alpha": 1.702, "limit": 7.0, "interleaved": True}
@@ -84,18 +84,9 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     (result,) = outputs
     if result.shape != expected.shape or result.dtype != inputs["x"].dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
-    errors = (result.double() - expected).abs()
-    if not bool(torch.isfinite(errors).all()):
-        raise WrongResult("a result is not finite")
     unit = torch.finfo(result.dtype).eps / 2
-    scale = expected.square().mean().sqrt()
-    worst = float((errors / (unit * (expected.abs() + 6 * scale))).max())
-    if worst > 1.5:
-        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
-    rms = float(errors.square().mean().sqrt() / scale)
-    if rms > 2 * unit:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2 * unit:.1e}")
-    return Error(rms=rms, maximum=float(errors.max() / expected.abs().max()))
+    tolerance = 1.5 * unit * (expected.abs() + 6 * expected.square().mean().sqrt())
+    return judged((result.double() - expected).abs(), expected, tolerance, 2 * unit)
 
 
 BENCHES = [

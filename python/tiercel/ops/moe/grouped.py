@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.index_checks import Index, ascending, between
+from tiercel.core.index_checks import Index, between, part_bounds
 from tiercel.core.op import Gradient, Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops.moe import reference as ref
@@ -21,7 +21,7 @@ __all__ = ["grouped_gemm"]
 
 def _indices(call: Call) -> list[Index]:
     rows = getattr(call, "grad" if "grad" in call else "x").shape[0]
-    return [between("offsets", call.offsets, 0, rows), ascending("offsets", call.offsets)]
+    return part_bounds("offsets", call.offsets, rows)
 
 
 def _op(declared: spec.Spec, kind: int, reference: Callable[..., Tensor], **more: Any) -> Op:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.index_checks import Index, ascending, between, places
+from tiercel.core.index_checks import Index, part_bounds, places
 from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
 from tiercel.ops.moe import reference as ref
@@ -35,11 +35,7 @@ def _all_indices(call: Call) -> list[Index]:
     """Those that the forward made, too."""
     found, rows = indices(call), call.topk_ids.numel()
     if call.places is not None:
-        found += [
-            places("places", call.places, rows),
-            between("offsets", call.offsets, 0, rows),
-            ascending("offsets", call.offsets),
-        ]
+        found += [places("places", call.places, rows), *part_bounds("offsets", call.offsets, rows)]
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercel import _families
+from tiercel.workbench.bench.launch import WrongResult
 
 Inputs = dict[str, Any]
 
@@ -20,6 +21,30 @@ class Error:
     rms: float
     maximum: float
     differing: int = 0  # rows or elements that an inexact method chose otherwise
+
+
+def judged(errors: Any, truth: Any, tolerance: Any, rms_tolerance: float) -> Error:
+    """The error of a result, from those of its elements, which are overwritten.
+
+    Args:
+        errors: The elements' distances from the truth, float64.
+        truth: The float64 reference.
+        tolerance: The largest error that is allowed, of each element.
+        rms_tolerance: Of the errors' RMS, relative to the truth's.
+
+    Raises:
+        WrongResult: An error is larger.
+    """
+    largest = float(errors.max())
+    if not largest < float("inf"):
+        raise WrongResult("a result is not finite")
+    worst = float((errors / tolerance).max())
+    if worst > 1:
+        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
+    rms = float(errors.square_().mean().sqrt() / truth.square().mean().sqrt())
+    if rms > rms_tolerance:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {rms_tolerance:.1e}")
+    return Error(rms=rms, maximum=largest / float(truth.abs().max()))
 
 
 @dataclass(frozen=True)
