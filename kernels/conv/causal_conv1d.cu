@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution: a thread has four channels and some consecutive rows, of which it reads each
-// once and those before its first once more.
+// causal_conv1d and its update: each channel of a sequence convolved with a filter of up to four
+// taps, by a state of the rows before the sequence.
+//
+// Bound by memory: x is read and the result written once. A thread has four channels and some
+// consecutive rows, with the filter and the last rows in registers. It reads each of its rows once
+// and those before its first once more, from L2. The thread that has a sequence's first row also
+// has all rows that see the state: it reads the state and replaces it, so no block waits.
 #include <cstdint>
 
 #include "kernels/conv/causal_conv1d_kernels.h"

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The convolution's gradients: a thread has four channels and many consecutive rows. It adds up the
-// filters' gradients of its rows in registers.
+// The gradients of causal_conv1d.
+//
+// Bound by memory: x and grad are read and dx is written once. A thread has four channels and many
+// consecutive rows. It computes the sums before the activation again, keeps the gradients of the
+// last rows of x in registers until they are whole, and adds up the filter's gradients of its rows
+// there. These go to a buffer of parts, which is then summed in a fixed order.
 #include <cstdint>
 
 #include "kernels/conv/causal_conv1d_kernels.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The instances of fused_moe_few_tokens; few_tokens.cuh has the plan.
 #include "kernels/moe/few_tokens.cuh"
 
 namespace tiercel {

@@ -16,11 +16,11 @@
 //  - three quarters of up's units are assigned in advance; the rest is taken dynamically, since
 //    multiprocessors do not load equally fast and all wait for the last one.
 //  - each block quantises all rows between the halves, one row per warp, as soon as they are
-//  stored.
-//    Their values tell: while memory is busy, a word takes more than a microsecond to a block and
-//    back, and a barrier takes three such round trips. Up to kFewWaits rows a block first waits for
-//    a count of blocks, since polling few rows would only keep memory busier. Stores before the
-//    count need not have arrived by then, so no block waits for its stores.
+//    stored, which the rows' own values tell: while memory is busy, a word takes more than a
+//    microsecond to a block and back, and a barrier takes three such round trips. Up to kFewWaits
+//    rows a block first waits for a count of blocks, since polling few rows would only keep memory
+//    busier. Stores before the count need not have arrived by then, so no block waits for its
+//    stores.
 //  - it multiplies them with 16 rows of w_down of every expert, and so has all k terms of 16
 //    columns of y to add up.
 // Results are those of the launches that this one replaces, except for the order of float32 sums

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The instances of decode_attention for bfloat16 queries and caches; kernel.cuh has the plan.
 #include "kernels/attention/decode/instances.cuh"
 
 namespace tiercel {

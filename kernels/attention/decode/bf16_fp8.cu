@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The instances of decode_attention for bfloat16 queries and float8 caches; kernel.cuh has the
+// plan.
 #include "kernels/attention/decode/instances.cuh"
 
 namespace tiercel {
