@@ -3,7 +3,7 @@
 // Python in between. tiercel.core.dispatch makes one for each operator.
 //
 //   eager_call.cc         runs a call
-//   eager_outputs.cc      what a call is launched with: tensors without copies, new outputs
+//   eager_outputs.cc      reads its tensors and makes its outputs
 //   eager_description.cc  makes an EagerCall of its description
 //   eager_forms.cc        EagerInto and EagerFilled: the same call with its arguments in other
 //   forms
@@ -106,7 +106,7 @@ struct Elsewhere {
 // The call with all its arguments, or what `elsewhere` returns where it is not the plain case.
 PyObject* CallOr(const EagerCall& call, PyObject* const* args, const Elsewhere& elsewhere);
 
-// The same; its fallback takes what is not the plain case.
+// The call with all its arguments; its fallback takes what is not the plain case.
 PyObject* CallEager(const EagerCall& call, PyObject* const* args);
 
 // The type's vectorcall.

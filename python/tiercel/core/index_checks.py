@@ -62,7 +62,7 @@ def ascending(name: str, values: Tensor) -> Index:
 
 
 def part_bounds(name: str, values: Tensor | None, last: int) -> list[Index]:
-    """Where parts of `last` rows begin, and the end of the last part."""
+    """The beginnings of parts of `last` rows and the end of the last one; they may be absent."""
     return [] if values is None else [between(name, values, 0, last), ascending(name, values)]
 
 
