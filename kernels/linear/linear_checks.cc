@@ -46,11 +46,13 @@ Status check_block_scale(const Argument& argument, int64_t rows, int64_t columns
   TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows, columns}, why));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
-  const int64_t* strides = argument.view.strides;
-  if (strides[0] >= 0 && strides[0] <= INT32_MAX && strides[1] >= 0 && strides[1] <= INT32_MAX) {
-    return Status();
+  for (int dim : {0, 1}) {
+    const int64_t stride = argument.view.strides[dim];
+    if (argument.view.shape[dim] > 1 && (stride < 0 || stride > INT32_MAX)) {
+      return Status::Unimplemented(mismatch(argument, "have smaller strides", "larger ones"));
+    }
   }
-  return Status::Unimplemented(mismatch(argument, "have smaller strides", "larger ones"));
+  return Status();
 }
 
 }  // namespace tiercel

@@ -44,8 +44,7 @@ Status check(const LinearWeightCall& call) {
       check_block_scale({kOp, "x_scale", *call.x_scale}, across, k, "[P / 128, K]", grad));
   if (n == 0 || k == 0 || tokens == 0) return Status();
   if (k % 8 != 0 || n > INT32_MAX || k > INT32_MAX) {
-    return Status::Unimplemented(
-        mismatch(x, "have a multiple of 8 rows K", std::to_string(k)));
+    return Status::Unimplemented(mismatch(x, "have a multiple of 8 rows K", std::to_string(k)));
   }
   TIERCEL_RETURN_IF_ERROR(check_multiple(grad, tokens, "P", DType::kFloat8E4M3));
   if (reinterpret_cast<uintptr_t>(call.out->data) % 16 != 0) {
@@ -87,8 +86,8 @@ Status linear_weight_plan(const LinearWeightCall& call, int multiprocessors,
   if (choice.kernel == nullptr) return Status();
   const LinearWeightKernel& kernel = *choice.kernel;
   const LinearWeightVariant& v = kernel.variant;
-  *plan = {kernel.kernel.name(), v.tile_m,     v.tile_n,    v.cluster, choice.group,
-           choice.blocks,        kernel.block, kernel.dynamic_smem};
+  *plan = {kernel.kernel.name(), v.tile_m,      v.tile_n,     v.cluster,
+           choice.group,         choice.blocks, kernel.block, kernel.dynamic_smem};
   return Status();
 }
 
@@ -114,10 +113,10 @@ Status linear_weight(const LinearWeightCall& call, void* stream) {
   int32_t grad_across = static_cast<int32_t>(call.grad_scale->strides[0]);
   int32_t x_step = static_cast<int32_t>(call.x_scale->strides[1]);
   int32_t x_across = static_cast<int32_t>(call.x_scale->strides[0]);
-  int32_t result = static_cast<int32_t>(call.add ? WeightResult::kFloat32Added
-                                        : call.out->dtype == DType::kFloat32
-                                            ? WeightResult::kFloat32
-                                            : WeightResult::kBFloat16);
+  int32_t result =
+      static_cast<int32_t>(call.add                             ? WeightResult::kFloat32Added
+                           : call.out->dtype == DType::kFloat32 ? WeightResult::kFloat32
+                                                                : WeightResult::kBFloat16);
   LaunchConfig config;
   config.grid.x = choice.blocks;
   config.block.x = kernel.block;

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from block_scales_cute import copy_scale, start_products
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from linear_act_cute import CONSUMERS, tile_position
 from linear_blocks_cute import producer_group
@@ -74,9 +74,7 @@ class LinearWeight:
         class Storage:
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
-            scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.stages * self.scales], 16
-            ]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * self.scales], 16]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
         return Storage
@@ -205,9 +203,7 @@ class LinearWeight:
             cute.arch.setmaxregister_decrease(40)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             if warp_index == 0:
-                gx = cute.local_tile(
-                    coordinates(m, k), (self.tile_m, self.tile_k), (None, None)
-                )
+                gx = cute.local_tile(coordinates(m, k), (self.tile_m, self.tile_k), (None, None))
                 to_x, from_x = cpasync.tma_partition(
                     tma_x,
                     0,
@@ -257,9 +253,7 @@ class LinearWeight:
             halves = swizzled(self.dtype, HALF, self.tile_k, self.stages * self.halves)
             halves = storage.w.get_tensor(halves.outer, swizzle=halves.inner)
             rw = mma.make_fragment_B(part.partition_B(halves))
-            products = cute.make_rmem_tensor(
-                mma.partition_shape_C((self.tile_m, HALF)), Float32
-            )
+            products = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, HALF)), Float32)
             sums = cute.make_rmem_tensor(EPI * self.halves, Float32)
             # This lane's first row and column of the sums.
             my_row = consumer * EPI + wg_thread // 32 * 16 + thread % 32 // 4
@@ -280,9 +274,7 @@ class LinearWeight:
                             *(read.index, self.halves * read.index + half),
                         )
                         warpgroup.wait_group(0)
-                        add_scaled(
-                            sums, half * EPI, products, (upper, lower), of_w + half * HALF
-                        )
+                        add_scaled(sums, half * EPI, products, (upper, lower), of_w + half * HALF)
                     cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives
                     ring.consumer_release(read)
                     read.advance()
@@ -290,7 +282,7 @@ class LinearWeight:
 
     @cute.jit
     def load_scales(self, ring, state, scales, steps, sources, strides, sizes, at, out, result):
-        """A warp: the scales of each of a tile's steps. Rows beyond the last one have its scales."""
+        """A warp: the scales of each of a tile's steps. Beyond the last row its scales repeat."""
         (x_scale, w_scale), (m, n), (row, column) = sources, sizes, at
         x_step, x_across, w_step, w_across = strides
         lane = cute.arch.lane_idx()
@@ -378,9 +370,7 @@ class LinearWeight:
 def add_scaled(sums, first, products, of_rows, of_columns):
     """Adds products to the sums from `first` on, times the scales of this lane's upper or lower row
     and of its column: two in each eight from `of_columns` on."""
-    columns = cute.make_tensor(
-        of_columns.align(8), cute.make_layout((2, HALF // 8), stride=(1, 8))
-    )
+    columns = cute.make_tensor(of_columns.align(8), cute.make_layout((2, HALF // 8), stride=(1, 8)))
     for eight in cutlass.range_constexpr(HALF // 8):
         two = columns[None, eight].load()
         for v in cutlass.range_constexpr(4):

@@ -158,10 +158,9 @@ __global__ void __launch_bounds__(kThreads, Source::kBytes == 4 ? 2 : 3)
   }
 }
 
-#define TIERCEL_KERNEL(dtype)                         \
-  {DType::k##dtype,                                   \
-   Kernel("fp8_quantize_transpose<" #dtype "Source>", \
-          reinterpret_cast<const void*>(fp8_quantize_transpose<dtype##Source>))}
+#define TIERCEL_KERNEL(dtype)                                          \
+  {DType::k##dtype, Kernel("fp8_quantize_transpose<" #dtype "Source>", \
+                           reinterpret_cast<const void*>(fp8_quantize_transpose<dtype##Source>))}
 
 const Fp8TransposeKernel kKernels[] = {TIERCEL_KERNEL(BFloat16), TIERCEL_KERNEL(Float16),
                                        TIERCEL_KERNEL(Float32)};

@@ -230,9 +230,7 @@ def test_weight_gradient_takes_scales_with_any_strides():
 def test_errors_of_the_product():
     given = operands(24, 40, 300)
     with pytest.raises(ValueError, match="`total` is the result, and `out` another one"):
-        tiercel.fp8_linear_weight_grad(
-            *given, total=torch.zeros(24, 40), out=torch.zeros(24, 40)
-        )
+        tiercel.fp8_linear_weight_grad(*given, total=torch.zeros(24, 40), out=torch.zeros(24, 40))
     with pytest.raises(TypeError, match="fp8_linear_weight_grad: `total` must have dtype float32"):
         tiercel.fp8_linear_weight_grad(*given, total=torch.zeros(24, 40).bfloat16())
     with pytest.raises(ValueError, match=r"`x_scale` must have shape \[P / 128, K\] = \[3, 40\]"):
@@ -243,9 +241,13 @@ def test_errors_of_the_product():
 
 def test_errors_of_the_layer():
     x, weight, bias, _ = layer()
-    with pytest.raises(TypeError, match="fp8_linear_training: `x` must have dtype bfloat16, got float32"):
+    with pytest.raises(
+        TypeError, match="fp8_linear_training: `x` must have dtype bfloat16, got float32"
+    ):
         tiercel.fp8_linear_training(x.float(), weight, bias)
     with pytest.raises(ValueError, match="fp8_linear_training: `weight_grad` must have shape"):
         tiercel.fp8_linear_training(x, weight, bias, weight_grad=torch.zeros(N, 8))
-    with pytest.raises(TypeError, match="fp8_linear_training: `weight_grad` must have dtype float32"):
+    with pytest.raises(
+        TypeError, match="fp8_linear_training: `weight_grad` must have dtype float32"
+    ):
         tiercel.fp8_linear_training(x, weight, weight_grad=torch.zeros(N, K).bfloat16())

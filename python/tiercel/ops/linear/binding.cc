@@ -83,9 +83,12 @@ constexpr Field<LinearWeightCall> kWeightFields[] = {
 constexpr Parameters<LinearWeightCall> kWeightGradient{"fp8_linear_weight_grad", kWeightFields};
 
 constexpr PlanField<LinearWeightPlan> kWeightPlanFields[] = {
-    Entry<&LinearWeightPlan::kernel>("kernel"), Entry<&LinearWeightPlan::tile_m>("tile_m"),
-    Entry<&LinearWeightPlan::tile_n>("tile_n"), Entry<&LinearWeightPlan::cluster>("cluster"),
-    Entry<&LinearWeightPlan::group>("group"),   Entry<&LinearWeightPlan::grid>("grid"),
+    Entry<&LinearWeightPlan::kernel>("kernel"),
+    Entry<&LinearWeightPlan::tile_m>("tile_m"),
+    Entry<&LinearWeightPlan::tile_n>("tile_n"),
+    Entry<&LinearWeightPlan::cluster>("cluster"),
+    Entry<&LinearWeightPlan::group>("group"),
+    Entry<&LinearWeightPlan::grid>("grid"),
     Entry<&LinearWeightPlan::block>("block"),
     Entry<&LinearWeightPlan::dynamic_smem>("dynamic_smem"),
 };

@@ -146,25 +146,27 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _rows(x: Tensor) -> Tensor:
-    """A matrix that the kernels take."""
+def _rows(x: Tensor, backend: str) -> Tensor:
+    """A matrix that the backend takes."""
     x = _matrix(x)
+    if backend != "sm90":
+        return x
     fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
 
 
 def _product(backend: str, call: Call, x8: Tensor, scale: Tensor) -> Tensor:
-    w8, w_scale = fp8_quantize(_rows(call.weight), "128x128", backend=backend)
+    w8, w_scale = fp8_quantize(_rows(call.weight, backend), "128x128", backend=backend)
     out = fp8_linear(x8, w8, scale, w_scale, call.bias, backend=backend)
     return out.view(*call.x.shape[:-1], call.weight.shape[0])
 
 
 def _forward(backend: str, call: Call) -> Tensor:
-    return _product(backend, call, *fp8_quantize(_rows(call.x), "1x128", backend=backend))
+    return _product(backend, call, *fp8_quantize(_rows(call.x, backend), "1x128", backend=backend))
 
 
 def _forward_keeping(backend: str, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    x8, scale, *turned = fp8_quantize_transpose(_rows(call.x), backend=backend)
+    x8, scale, *turned = fp8_quantize_transpose(_rows(call.x, backend), backend=backend)
     return _product(backend, call, x8, scale), *turned
 
 
@@ -208,9 +210,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> dict[str, Tensor | Non
         found["x"] = of_x.view(ctx.shape)
     if wants["weight"]:
         if x is not None:
-            _, _, x_t, x_t_scale = fp8_quantize_transpose(
-                _matrix(x).contiguous(), backend=backend
-            )
+            _, _, x_t, x_t_scale = fp8_quantize_transpose(_matrix(x).contiguous(), backend=backend)
         of_weight = fp8_linear_weight_grad(
             *(grad_t, x_t, grad_t_scale, x_t_scale),
             dtype=ctx.dtype or torch.bfloat16,
@@ -257,7 +257,7 @@ _TRAINING_KEEPING = _operator(
     # A backend knows nothing of the transpose.
     plugin=lambda backend, call: (
         *TRAINING_CONTRACT.run(backend, call),
-        *fp8_quantize_transpose(_rows(call.x), backend="ref")[2:],
+        *fp8_quantize_transpose(_matrix(call.x), backend="ref")[2:],
     ),
 )
 

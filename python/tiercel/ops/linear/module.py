@@ -78,9 +78,7 @@ class Float8Linear(torch.nn.Linear):
         if grad is not None and grad.dtype != torch.float32:
             grad = None
         bias = self.bias if self.bias is None else self.bias.to(torch.bfloat16)
-        return fp8_linear_training(
-            x, self.weight, bias, weight_grad=grad, backend=self.backend
-        )
+        return fp8_linear_training(x, self.weight, bias, weight_grad=grad, backend=self.backend)
 
     def extra_repr(self) -> str:
         options = f"{super().extra_repr()}, add_to_grad={self.add_to_grad}"

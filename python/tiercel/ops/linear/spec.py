@@ -141,6 +141,7 @@ FP8_LINEAR = Spec(
     ),
 )
 
+
 def _across(tokens: int) -> int:
     return (tokens + SCALE_BLOCK - 1) // SCALE_BLOCK
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,8 @@ def _fake(call: Call) -> tuple[Tensor, ...]:
 
     def named(result: Tensor, tiles: tuple[int, int]) -> Tensor:
         rounded = [
-            isinstance(n, torch.SymInt) and of > 1 for n, of in zip(result.shape, tiles, strict=True)
+            isinstance(n, torch.SymInt) and of > 1
+            for n, of in zip(result.shape, tiles, strict=True)
         ]
         if not any(rounded):
             return result
@@ -69,9 +68,9 @@ def fp8_quantize_transpose(
 
     A float8 layer's gradients sum over tokens, and the tensor cores take float8 operands only with
     neighbours along what is summed. The results are, bit for bit, those of
-    :func:`tiercel.fp8_quantize` for ``x`` and for ``x.t()`` with its rows filled up with zeros: with
-    ``"1x128"`` each has scales along its own rows, with ``"128x128"`` the values and scales of one
-    are the other's, transposed.
+    :func:`tiercel.fp8_quantize` for ``x`` and for ``x.t()``, whose rows are filled up with zeros.
+    With ``"1x128"`` each has scales along its own rows; with ``"128x128"`` the values and scales of
+    one are the other's, transposed.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
