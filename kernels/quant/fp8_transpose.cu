@@ -50,7 +50,7 @@ __device__ __forceinline__ void largest_of_columns(uint32_t (&largest)[8],
 }
 
 template <typename Source>
-__global__ void __launch_bounds__(kThreads, Source::kBytes == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, Source::kBytes == 4 ? 2 : 4)
     fp8_quantize_transpose(const __grid_constant__ Fp8TransposeArgs args) {
   __shared__ uint4 turned[kTile][kAcross / 2];  // two units of 8 bytes
   __shared__ uint32_t column_largest[kWarps][kTile];

@@ -18,7 +18,7 @@ def _weight_grad(case: Any, inputs: dict[str, Any]) -> Launch:
         raise Unsupported("its results are bfloat16 with scales of blocks")
     kind: Any = functional.ScalingType.BlockWise1x128
     grad, x, grad_scale, x_scale = inputs.values()
-    arguments = (grad, x.t(), grad_scale.t(), kind, x_scale, kind)
+    arguments = (grad, x.t(), grad_scale.t(), kind, x_scale.t(), kind)
     return Launch(
         run=lambda: (functional.scaled_mm(*arguments, output_dtype=torch.bfloat16),),
     )
