@@ -11,9 +11,8 @@ tokens.
 
 As linear_act_cute.py and linear_blocks_cute.py have it: one warp loads x and w into a ring of
 stages, another one the scales beside it; two warpgroups have 64 rows of a tile each. A tile of 256
-columns is multiplied in halves, and one half is scaled while the other warpgroup multiplies: they
-take turns, or both would multiply, and then scale, at the same time. A product's factor is its
-row's scale, in a register, times its column's, read from shared memory.
+columns is multiplied in halves, and one half is scaled while the other warpgroup multiplies. A
+product's factor is its row's scale, in a register, times its column's, read from shared memory.
 
 Sums go from registers to memory: four lanes write 32 bytes of a row. Where they are added to what
 is there, the warp of the scales prefetches that to the L2 during the tile's first steps.
@@ -43,8 +42,6 @@ from linear_layouts_cute import (
 HALF = 128  # columns that are multiplied at a time
 LINE = 32  # floats of a line of the L2
 PREFETCHING = 8  # first steps of a tile in which its result's lines are prefetched
-
-_TURN = 1  # a named barrier, and 2: whose turn it is to begin products
 
 # How the result is written, as WeightResult in linear_weight.h.
 _ADD, _BFLOAT16 = 1, 2
@@ -262,8 +259,6 @@ class LinearWeight:
             my_row = consumer * EPI + wg_thread // 32 * 16 + thread % 32 // 4
             my_column = thread % 4 * 2
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-            if consumer == 1:
-                cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=CONSUMERS * WARPGROUP)
             for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
                 row, column = tile_position(tile, rows, columns, group)
                 row = (row * self.cluster + rank) * self.tile_m + my_row
@@ -274,16 +269,9 @@ class LinearWeight:
                     upper, lower = of_x.load(), (of_x + 8).load()
                     of_w = scales + read.index * self.scales + self.tile_m + my_column
                     for half in cutlass.range_constexpr(self.halves):
-                        cute.arch.barrier(
-                            barrier_id=_TURN + consumer, number_of_threads=CONSUMERS * WARPGROUP
-                        )
                         start_products(
                             *((start, mma), products, rx, rw),
                             *(read.index, self.halves * read.index + half),
-                        )
-                        cute.arch.barrier_arrive(
-                            barrier_id=_TURN + 1 - consumer,
-                            number_of_threads=CONSUMERS * WARPGROUP,
                         )
                         warpgroup.wait_group(0)
                         add_scaled(sums, half * EPI, products, (upper, lower), of_w + half * HALF)
