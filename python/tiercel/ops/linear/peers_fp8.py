@@ -10,12 +10,12 @@ from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
 def _weight_grad(case: Any, inputs: dict[str, Any]) -> Launch:
-    """cuBLASLt's; it adds up in bfloat16 results only."""
+    """cuBLASLt's, rounded to bfloat16."""
     import torch
     from torch.nn import functional
 
     if case["result"] != "bfloat16":
-        raise Unsupported("its results are bfloat16 with scales of blocks")
+        raise Unsupported("it is measured with bfloat16 results only")
     kind: Any = functional.ScalingType.BlockWise1x128
     grad, x, grad_scale, x_scale = inputs.values()
     arguments = (grad, x.t(), grad_scale.t(), kind, x_scale.t(), kind)
