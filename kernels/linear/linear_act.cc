@@ -4,6 +4,7 @@
 #include <string>
 
 #include "kernels/linear/linear_act_kernels.h"
+#include "kernels/linear/linear_checks.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
 #include "kernels/sm90/invariant.h"
@@ -12,21 +13,8 @@
 namespace tiercel {
 namespace {
 
-// TMA moves 16 bytes at a time.
-constexpr int64_t kAlignedBytes = 16;
-constexpr int64_t kScaleBlock = 128;  // values of K, and rows of the weights, of one scale
-
 const char* op_of(const LinearActCall& call) {
   return call.gated ? "gated_linear" : call.x_scale != nullptr ? "fp8_linear" : "linear_act";
-}
-
-Status check_multiple(const Argument& argument, int64_t size, const char* letter, DType dtype) {
-  const int64_t unit = kAlignedBytes / dtype_bytes(dtype);
-  if (size > 0 && size % unit == 0 && size <= INT32_MAX) return Status();
-  return Status::Unimplemented(mismatch(
-      argument, "have a multiple of " + std::to_string(unit) + " as its dimension " + letter,
-      std::to_string(size) + " (shape " + shape_text(argument.view.shape, argument.view.ndim) +
-          ")"));
 }
 
 // Checks a bias or an additional matrix.
@@ -40,25 +28,6 @@ Status check_beside(const Argument& argument, std::initializer_list<int64_t> sha
   if (reinterpret_cast<uintptr_t>(argument.view.data) % 8 == 0) return Status();
   return Status::Unimplemented(
       mismatch(argument, "start at a multiple of 8 bytes", "an address that does not"));
-}
-
-// Checks the tensor maps' rules before the driver is needed, with any kernel's maps.
-Status check_maps(std::initializer_list<Argument> arguments) {
-  const TensorMapSpec matrix{
-      2, {64, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
-  for (const Argument& argument : arguments) {
-    TIERCEL_RETURN_IF_ERROR(check_tensor_map(matrix, argument.view, argument.op, argument.name));
-  }
-  return Status();
-}
-
-Status check_matrix(const Argument& argument, int64_t rows, int64_t columns, const char* why,
-                    const Argument& first, DType dtype) {
-  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows, columns}, why));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, first));
-  return check_cuda(argument);
 }
 
 Status check_first(const Argument& argument, bool scaled = false) {
@@ -102,20 +71,6 @@ Status check_scale(const Argument& argument, int64_t rows, const char* letter, c
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
   return check_contiguous(argument);
-}
-
-// Checks for one scale per block of 128 columns and one or 128 rows.
-Status check_block_scale(const Argument& argument, int64_t rows, int64_t columns, const char* why,
-                         const Argument& x) {
-  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows, columns}, why));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
-  const int64_t* strides = argument.view.strides;
-  if (strides[0] >= 0 && strides[0] <= INT32_MAX && strides[1] >= 0 && strides[1] <= INT32_MAX) {
-    return Status();
-  }
-  return Status::Unimplemented(mismatch(argument, "have smaller strides", "larger ones"));
 }
 
 Status check(const LinearActCall& call, LinearProblem* problem) {

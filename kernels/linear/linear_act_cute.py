@@ -272,7 +272,7 @@ class LinearAct:
                     pipeline.PipelineUserType.Producer, self.stages
                 )
                 for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
-                    row, column = _tile_position(tile, rows, columns, group)
+                    row, column = tile_position(tile, rows, columns, group)
                     row = row * self.cluster + rank
                     for step in cutlass.range(k_tiles, unroll=1):
                         ring.producer_acquire(state)
@@ -299,7 +299,7 @@ class LinearAct:
                         pipeline.PipelineUserType.Producer, self.stages
                     )
                     for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
-                        row, column = _tile_position(tile, rows, columns, group)
+                        row, column = tile_position(tile, rows, columns, group)
                         row = row * self.cluster + rank
                         state = load_tile_scales(
                             *(self, ring, state, (0, k_tiles), storage.bias.data_ptr()),
@@ -387,7 +387,7 @@ class LinearAct:
             for tile in cutlass.range(
                 first + turn * clusters, rows * columns, clusters * every, unroll=1
             ):
-                row, column = _tile_position(tile, rows, columns, group)
+                row, column = tile_position(tile, rows, columns, group)
                 row = row * self.cluster + rank
                 for i in cutlass.range_constexpr(loads if self.lists_bias else 0):
                     in_tile = wg_thread + i * WARPGROUP
@@ -548,7 +548,7 @@ def _arrive(barrier, threads):
 
 
 @cute.jit
-def _tile_position(tile, rows, columns, group):
+def tile_position(tile, rows, columns, group):
     """Row and column of tile number `tile`: bands of `group` rows, down the columns in a band."""
     band = tile // (group * columns)
     height = cutlass.min(rows - band * group, group)

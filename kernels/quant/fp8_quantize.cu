@@ -30,19 +30,6 @@
 namespace tiercel {
 namespace {
 
-template <typename Source>
-__device__ __forceinline__ uint2 scaled(const Eight<Source>& x, float inverse) {
-  float values[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = x[i] * inverse;
-  return make_uint2(float4_to_e4m3x4(values), float4_to_e4m3x4(values + 4));
-}
-
-template <typename Source>
-__device__ __forceinline__ void store_scaled(char* q, const Eight<Source>& x, float inverse) {
-  *reinterpret_cast<uint2*>(q) = scaled(x, inverse);
-}
-
 // Two eights per thread, of those of kThreads threads: adjacent for 16-bit values, so that their
 // results form 16 bytes.
 template <typename Source, int kThreads>
@@ -66,17 +53,6 @@ struct Two {
     }
   }
 };
-
-// The maximum over the block, a multiple of 32 threads; `scratch` holds one word per warp.
-__device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t* scratch) {
-  value = warp_max(value);
-  const int warps = blockDim.x / 32;
-  if (warps == 1) return value;
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
-  __syncthreads();
-  const int lane = threadIdx.x % 32;
-  return warp_max(lane < warps ? scratch[lane] : 0);
-}
 
 __device__ __forceinline__ void clear_counters(const Fp8QuantizeArgs& args) {
   if (args.counters != nullptr && blockIdx.x == 0 && threadIdx.y == 0 &&

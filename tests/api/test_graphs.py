@@ -23,6 +23,10 @@ def counted(run, **options):
     return torch.compile(run, backend=counter, fullgraph=True, **options), counter
 
 
+# Up to 128 tokens have one row of scales, and torch compiles sizes of 1 for themselves.
+MORE = {"fp8_quantize_transpose": 1}
+
+
 # The first one, 1, which torch always compiles for itself, and all others.
 @pytest.mark.parametrize("op", calls.OPS)
 def test_three_graphs_for_all_numbers_of_tokens(op):
@@ -31,7 +35,7 @@ def test_three_graphs_for_all_numbers_of_tokens(op):
     for tokens in (5, 1, 2, 17, 64, 129, 4096 if "attention" not in op else 600):
         values = calls.arguments(op, tokens)
         calls.same(compiled(**calls.copied(values)), function(**calls.copied(values)))
-    assert counter.frame_count <= 3
+    assert counter.frame_count <= 3 + MORE.get(op, 0)
 
 
 LENGTHS = (33, *range(2, 40, 2))

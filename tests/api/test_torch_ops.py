@@ -49,6 +49,7 @@ ELSEWHERE_OF = {
     "topk_softmax": ROUTING,
     "topk_softmax_align": ROUTING,
     "linear_cross_entropy": {"reduction", "group"},
+    "fp8_linear_weight_grad": {"total"},
     "fp8_quantize": {"scale"},
     "grouped_gemm": {"counts", "expected_rows", "w_scale", "x_scale"},
     "gated_delta_rule": {"output_final_state"},

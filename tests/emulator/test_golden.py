@@ -26,6 +26,7 @@ WITHOUT = {
     "causal_conv1d": "none yet",
     "causal_conv1d_update": "none yet",
     "decode_attention": "its splits are looked up by a function that takes torch's tensors",
+    "fp8_linear_training": "made of fp8_quantize, fp8_linear and their gradients",
     "fused_moe": "made of moe_up and moe_down",
     "gated_delta_rule": "none yet",
     "gated_delta_rule_decode": "none yet",

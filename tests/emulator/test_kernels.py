@@ -216,6 +216,21 @@ def test_fp8_quantize_clears_counters_for_the_next_launch(shape, granularity):
         kernels.fp8_quantize_between(x, q, scale, counters, index, False, False)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize("shape", [(1, 8), (128, 128), (130, 264), (61, 1016), (300, 136)])
+@pytest.mark.parametrize("gap", [0, 16])
+def test_fp8_quantize_transpose(shape, granularity, dtype, gap):
+    x = normal(shape[0], shape[1] + gap, dtype=dtype)[:, : shape[1]]
+    x *= torch.logspace(-3, 3, shape[0])[:, None].to(dtype)
+    x[0, 3], x[-1, -1], x[shape[0] // 2, 0] = 0, 300, torch.nan
+    ref = families["fp8_quantize_transpose"][0].backends["ref"].run
+    due = ref(x, granularity, None)
+    for got, one in zip(sm90("fp8_quantize_transpose")(x, granularity, None), due, strict=True):
+        assert got.shape == one.shape and got.is_contiguous()
+        torch.testing.assert_close(got.float(), one.float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
 @pytest.mark.parametrize("columns", [128, 264])
 def test_fp8_quantize_to_any_multiple_of_8_bytes(granularity, columns):

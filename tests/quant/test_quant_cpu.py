@@ -184,3 +184,26 @@ def test_bad_arguments_are_named(call, error, text):
     with pytest.raises(error) as info:
         call()
     assert str(info.value).partition(": ")[2] == text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 8), (130, 40), (256, 300), (5, 1)])
+def test_the_transpose_is_quantised_like_a_matrix_of_its_own(shape, dtype):
+    rows, columns = shape
+    x = random(*shape, dtype=dtype)
+    padded = torch.cat([x, x.new_zeros(-rows % 128, columns)])
+    for granularity in ("1x128", "128x128"):
+        q, scale, q_t, scale_t = tiercel.fp8_quantize_transpose(x, granularity)
+        due, of_due = tiercel.fp8_quantize(x, granularity)
+        assert torch.equal(q.float(), due.float()) and torch.equal(scale, of_due)
+        due, of_due = tiercel.fp8_quantize(padded.t().contiguous(), granularity)
+        if granularity == "1x128":
+            of_due = of_due.t()
+        assert torch.equal(q_t.float(), due.float()) and torch.equal(scale_t, of_due)
+        assert q_t.shape == (columns, len(padded)) and not q_t[:, rows:].float().any()
+        assert all(t.is_contiguous() for t in (q, scale, q_t, scale_t))
+
+
+def test_a_transpose_has_no_other_granularity():
+    with pytest.raises(ValueError, match="`granularity` must be '1x128' or '128x128', got 'row'"):
+        tiercel.fp8_quantize_transpose(random(4, 8), "row")

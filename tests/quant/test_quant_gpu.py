@@ -234,3 +234,18 @@ def test_opcheck(rand):
     ops = torch.ops.tiercel
     for granularity in GRANULARITIES:
         torch.library.opcheck(ops.fp8_quantize.default, (x, granularity))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+def test_transposed_too(granularity, dtype):
+    """Bit for bit the reference's."""
+    for rows, columns in [(1, 8), (128, 128), (130, 264), (1000, 1032), (4096, 2048)]:
+        x = torch.randn(rows, columns + 16, device="cuda").to(dtype)[:, :columns]
+        x = x * torch.logspace(-3, 3, rows, device="cuda")[:, None].to(dtype)
+        due = tiercel.fp8_quantize_transpose(x, granularity, backend="ref")
+        assert_same_bits(tiercel.fp8_quantize_transpose(x, granularity), due)
+    assert [tuple(t.shape) for t in tiercel.fp8_quantize_transpose(x[:0])] == [
+        *((0, 2048), (0, 16), (2048, 0), (0, 2048))
+    ]

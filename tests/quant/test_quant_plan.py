@@ -209,3 +209,53 @@ def test_bad_nvfp4_arguments_are_named(make, changes, error, text):
     with pytest.raises(error) as info:
         nvfp4(make, changes=made.items())
     assert str(info.value) == f"nvfp4_quantize: {text}"
+
+
+def turned(make, rows=130, columns=264, granularity=GROUP, changes=(), **x):
+    down, across = -(-rows // 128), -(-columns // 128)
+    arguments = {
+        "x": make(rows, columns, dtype="bfloat16", **x),
+        "q": make(rows, columns, dtype=E4M3),
+        "scale": make(*scale_shape(rows, columns, granularity)),
+        "q_t": make(columns, down * 128, dtype=E4M3),
+        "scale_t": make(across, down) if granularity == BLOCK else make(down, columns),
+    } | dict(changes)
+    return _C.fp8_quantize_transpose_plan(*arguments.values(), granularity)
+
+
+@pytest.mark.parametrize("granularity", [GROUP, BLOCK])
+def test_a_block_for_each_tile_that_is_turned(make, granularity):
+    for rows, columns, tiles in ((1, 8, 1), (128, 128, 1), (130, 264, 6)):
+        assert turned(make, rows, columns, granularity)["grid"] == tiles
+    for rows, columns in ((0, 64), (64, 0)):
+        assert turned(make, rows, columns, granularity)["kernel"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"q_t": ((264, 130), E4M3)}, ValueError, "`q_t` must have shape [K, T to a multiple of"),
+        ({"q_t": ((264, 256), "int8")}, TypeError, "`q_t` must have dtype float8_e4m3fn"),
+        ({"scale": ((130, 2), "float32")}, ValueError, "`scale` must have shape [T, K / 128]"),
+        ({"scale_t": ((264, 2), "float32")}, ValueError, "`scale_t` must have shape [T / 128, K]"),
+        ({"scale_t": ((2, 264), "float16")}, TypeError, "`scale_t` must have dtype float32"),
+        ({"x": ((130, 264), "int8")}, TypeError, "`x` must have dtype float32, bfloat16 or"),
+    ],
+)
+def test_what_cannot_be_turned(make, changes, error, text):
+    made = {name: make(*shape, dtype=dtype) for name, (shape, dtype) in changes.items()}
+    with pytest.raises(error) as info:
+        turned(make, changes=made.items())
+    assert str(info.value).startswith("fp8_quantize_transpose: ") and text in str(info.value)
+
+
+def test_limits_of_turning(make):
+    with pytest.raises(NotImplementedError, match="a multiple of 8 values, got 260"):
+        turned(make, 130, 260)
+    with pytest.raises(NotImplementedError, match="too many values for one launch"):
+        turned(make, 2**31, 2**17)
+    with pytest.raises(NotImplementedError, match="rows of neighbouring values"):
+        turned(make, strides=(1, 130))
+    for granularity in (TENSOR, ROW):
+        with pytest.raises(ValueError, match="scales are of 1x128 or 128x128 values"):
+            turned(make, granularity=granularity)

@@ -2,7 +2,7 @@
 """The cases of batch_rows.py whose rows are sequences; together with its own, in CASES."""
 
 import torch
-from support import batch_caches  # noqa: F401 (adds its cases)
+from support import batch_caches, batch_float8  # noqa: F401 (add their cases)
 from support.batch_rows import CASES, Rows, case, starts_of
 
 import tiercel

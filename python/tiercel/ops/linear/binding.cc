@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/linear/linear_act_kernels.h"
+#include "kernels/linear/linear_weight_kernels.h"
 #include "python/bindings/functions.h"
 #include "python/bindings/tuned.h"
 
@@ -71,6 +72,28 @@ constexpr Field<LinearGradientCall> kGradientFields[] = {
 };
 constexpr Parameters<LinearGradientCall> kGradient{"linear_act_grad", kGradientFields};
 
+constexpr Field<LinearWeightCall> kWeightFields[] = {
+    Tensor<&LinearWeightCall::grad>("grad"),
+    Tensor<&LinearWeightCall::x>("x"),
+    Tensor<&LinearWeightCall::grad_scale>("grad_scale"),
+    Tensor<&LinearWeightCall::x_scale>("x_scale"),
+    OfStream(Tensor<&LinearWeightCall::out>("out")),
+    Value<&LinearWeightCall::add>("add"),
+};
+constexpr Parameters<LinearWeightCall> kWeightGradient{"fp8_linear_weight_grad", kWeightFields};
+
+constexpr PlanField<LinearWeightPlan> kWeightPlanFields[] = {
+    Entry<&LinearWeightPlan::kernel>("kernel"),
+    Entry<&LinearWeightPlan::tile_m>("tile_m"),
+    Entry<&LinearWeightPlan::tile_n>("tile_n"),
+    Entry<&LinearWeightPlan::cluster>("cluster"),
+    Entry<&LinearWeightPlan::group>("group"),
+    Entry<&LinearWeightPlan::grid>("grid"),
+    Entry<&LinearWeightPlan::block>("block"),
+    Entry<&LinearWeightPlan::dynamic_smem>("dynamic_smem"),
+};
+constexpr PlanDict<LinearWeightPlan> kWeightPlan{"LinearWeightPlan", kWeightPlanFields};
+
 constexpr PlanField<LinearActPlan> kPlanFields[] = {
     Entry<&LinearActPlan::kernel>("kernel"),
     Entry<&LinearActPlan::tile_m>("tile_m"),
@@ -108,6 +131,11 @@ constexpr Function kFunctions[] = {
         "The backward's product: grad @ weight, or grad.T @ x `of_weight`; fills `out`."),
     PlanOf<kGradient, linear_gradient_plan, kPlan>("linear_act_grad_plan"),
     LoadOf<linear_act_kernels>("linear_act_load"),
+    LaunchOf<kWeightGradient, linear_weight>(
+        "fp8_linear_weight_grad",
+        "The float8 weight's gradient: grad @ x.T; fills `out`, or adds to it (`add`)."),
+    PlanOf<kWeightGradient, linear_weight_plan, kWeightPlan>("fp8_linear_weight_grad_plan"),
+    LoadOf<linear_weight_kernels>("fp8_linear_weight_grad_load"),
     Other("linear_act_tuned", LinearActTuned, kTunedArguments, "None",
           "Sets what was tuned: [(dtype, N, K, [(M, configuration)])]."),
 };

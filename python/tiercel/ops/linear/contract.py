@@ -185,7 +185,92 @@ def call_fp8_backend(backend: Any, call: Call) -> Any:
     return FP8_LINEAR.run(backend, call)
 
 
-CONTRACTS = (LINEAR_ACT, GATED_LINEAR, FP8_LINEAR)
+def _make_weight_grad(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    n, k, tokens = (case.sizes[name] for name in "NKP")
+    generator = torch.Generator().manual_seed(seed)
+
+    def quantized(rows: int) -> tuple[Any, Any]:
+        values = torch.randn(rows, tokens, generator=generator)
+        if case.values == "strided":
+            values = torch.cat([values, values], dim=1)
+        scale = torch.rand(-(-tokens // 128), rows, generator=generator) / 16
+        return values.to(torch.float8_e4m3fn).to(device)[:, :tokens], scale.to(device)
+
+    (grad, grad_scale), (x, x_scale) = quantized(n), quantized(k)
+    dtype = getattr(torch, case.options["dtype"])
+    return {"grad": grad, "x": x, "grad_scale": grad_scale, "x_scale": x_scale, "dtype": dtype}
+
+
+def _weight_grad_sums(arguments: dict[str, Any]) -> Any:
+    rows, columns = (
+        values.float().abs() * scale.t().repeat_interleave(128, 1)[:, : values.shape[1]]
+        for values, scale in (
+            (arguments["grad"], arguments["grad_scale"]),
+            (arguments["x"], arguments["x_scale"]),
+        )
+    )
+    return rows @ columns.T
+
+
+def _weight_case(n: int, k: int, tokens: int, dtype: str, values: str = "random") -> Case:
+    return Case({"N": n, "K": k, "P": tokens}, *_FP8, {"dtype": dtype}, values)
+
+
+FP8_LINEAR_WEIGHT_GRAD = Contract.of(
+    "linear",
+    spec.FP8_LINEAR_WEIGHT_GRAD,
+    sums=_weight_grad_sums,
+    cases=(
+        _weight_case(64, 64, 128, "bfloat16"),
+        _weight_case(1, 8, 16, "float32"),
+        _weight_case(200, 136, 400, "float32"),
+        _weight_case(65, 264, 272, "bfloat16", "strided"),
+        _weight_case(64, 64, 0, "bfloat16"),
+    ),
+    timing={
+        "cpu": _weight_case(64, 256, 256, "bfloat16"),
+        "cuda": _weight_case(4096, 1024, 4096, "float32"),
+    },
+    make=_make_weight_grad,
+)
+
+
+def _make_training(case: Case, device: str, seed: int) -> dict[str, Any]:
+    made: dict[str, Any] = _maker(1)(replace(case, dtype="bfloat16"), device, seed)
+    if case.dtype == "float32":
+        made["weight"] = made["weight"].float()
+    return made
+
+
+def _training_sums(arguments: dict[str, Any]) -> Any:
+    return arguments["x"].float().abs() @ arguments["weight"].float().abs().T
+
+
+def _training_case(rows: int, n: int, k: int, dtype: str, values: str = "bias") -> Case:
+    return Case({"M": rows, "N": n, "K": k}, dtype, {}, values)
+
+
+FP8_LINEAR_TRAINING = Contract.of(
+    "linear",
+    spec.FP8_LINEAR_TRAINING.without("weight_grad"),
+    sums=_training_sums,
+    cases=(
+        _training_case(16, 64, 64, "bfloat16"),
+        _training_case(130, 208, 400, "float32"),
+        _training_case(65, 128, 128, "bfloat16", "no bias"),
+        _training_case(65, 128, 128, "float32", "strided"),
+        _training_case(0, 64, 64, "bfloat16"),
+    ),
+    timing={
+        "cpu": _training_case(64, 256, 256, "bfloat16"),
+        "cuda": _training_case(4096, 4096, 1024, "bfloat16"),
+    },
+    make=_make_training,
+)
+
+CONTRACTS = (LINEAR_ACT, GATED_LINEAR, FP8_LINEAR, FP8_LINEAR_WEIGHT_GRAD, FP8_LINEAR_TRAINING)
 
 # Made of other operators.
 WITHOUT_CONTRACT = ["fused_mlp"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.ops.linear.fp8_training import fp8_linear_training
 from tiercel.ops.linear.op import linear_act
 from tiercel.ops.linear.spec import LINEAR_ACT
 
@@ -41,4 +42,44 @@ class LinearAct(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         options = f"{super().extra_repr()}, activation={self.activation!r}"
+        return options if self.backend is None else f"{options}, backend={self.backend!r}"
+
+
+class Float8Linear(torch.nn.Linear):
+    """:class:`torch.nn.Linear` with float8 products in forward and backward, as
+    :func:`tiercel.fp8_linear_training` computes them.
+
+    Its parameters have torch.nn.Linear's names, so that checkpoints fit. With ``add_to_grad`` the
+    backward adds to ``weight.grad`` where that is a float32 tensor: it has to be the same one
+    between a forward and its backward.
+
+    Shape:
+        - Input: ``(*, in_features)``.
+        - Output: ``(*, out_features)``, bfloat16.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        add_to_grad: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.add_to_grad = add_to_grad
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        grad = self.weight.grad if self.add_to_grad else None
+        if grad is not None and grad.dtype != torch.float32:
+            grad = None
+        bias = self.bias if self.bias is None else self.bias.to(torch.bfloat16)
+        return fp8_linear_training(x, self.weight, bias, weight_grad=grad, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        options = f"{super().extra_repr()}, add_to_grad={self.add_to_grad}"
         return options if self.backend is None else f"{options}, backend={self.backend!r}"

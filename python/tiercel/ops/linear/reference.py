@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -74,6 +75,35 @@ def dequantized(
     of_x = x_scale.repeat_interleave(block, -1)[..., :k].reshape(x.shape)
     of_weight = weight_scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
     return x.float() * of_x, weight.float() * of_weight
+
+
+def fp8_linear_weight_grad(
+    grad: Tensor,
+    x: Tensor,
+    grad_scale: Tensor,
+    x_scale: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Reference of :func:`tiercel.fp8_linear_weight_grad`, for any sizes; in float32."""
+    rows, columns = (
+        values.float() * scale.t().repeat_interleave(SCALE_BLOCK, 1)[:, : values.shape[1]]
+        for values, scale in ((grad, grad_scale), (x, x_scale))
+    )
+    products = rows @ columns.t()
+    return products.to(dtype) if total is None else total.add_(products)
+
+
+def fp8_linear_training(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Reference of :func:`tiercel.fp8_linear_training`, for any sizes, without gradients."""
+    from tiercel.ops.quant.reference import fp8_quantize
+
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    (x8, x_scale), (w8, w_scale) = fp8_quantize(rows, "1x128"), fp8_quantize(weight, "128x128")
+    out = functional.linear(*dequantized(x8, w8, x_scale, w_scale))
+    out = out if bias is None else out + bias.float()
+    return out.to(torch.bfloat16).view(*x.shape[:-1], weight.shape[0])
 
 
 def fused_mlp(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiercel.core.spec import HALVES, Bool, Call, Dim, Numerics, Spec, Str, Tensor
+from tiercel.core.spec import HALVES, Bool, Call, Dim, DType, Numerics, Spec, Str, Tensor
 
 # The last one is not precompiled.
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh", "relu_squared")
@@ -139,6 +139,81 @@ FP8_LINEAR = Spec(
         batch_invariant=False,
         varies="the tiles, and splits of K, that are chosen by the number of rows",
     ),
+)
+
+
+def _across(tokens: int) -> int:
+    return (tokens + SCALE_BLOCK - 1) // SCALE_BLOCK
+
+
+_OF_TOKENS = (
+    Tensor("grad", "N P", _FLOAT8, strided=True),
+    Tensor("x", "K P", _FLOAT8, strided=True),
+    Tensor("grad_scale", "B N", "float32", strided=True, shape_text="[P / 128, N]"),
+    Tensor("x_scale", "B K", "float32", strided=True, shape_text="[P / 128, K]"),
+)
+_OF_SCALES = {"B": lambda call: _across(call.grad.shape[1]) if call.grad.dim() == 2 else None}
+
+# As fp8_linear: products of 128 tokens are sums of tensor cores with 13 bits behind the point, and
+# are added in float32; a bfloat16 result is rounded once.
+FP8_LINEAR_WEIGHT_GRAD = Spec(
+    "fp8_linear_weight_grad",
+    *_OF_TOKENS,
+    DType("dtype", "bfloat16", choices=("bfloat16", "float32")),
+    results=[Tensor("out", "N K", "dtype", rtol=8e-3, atol=1e-6, of_sums=2**-11)],
+    dims=_OF_SCALES,
+    limits="P a multiple of 16, K of 8",
+    numerics=Numerics(
+        2**-11,
+        of="terms",
+        sums="128 tokens on tensor cores, with 13 bits behind the sum's point; those in float32, "
+        "in order",
+    ),
+)
+
+# Adds to `total` instead.
+FP8_LINEAR_WEIGHT_GRAD_ADD = Spec(
+    "fp8_linear_weight_grad_add",
+    *_OF_TOKENS,
+    Tensor("total", "N K", "float32", written=True),
+    dims=_OF_SCALES,
+    public="fp8_linear_weight_grad",
+)
+
+
+# Both operands are rounded to e4m3: 2**-4 of a value, where that is not among the smallest of the
+# 128 that share its scale.
+FP8_LINEAR_TRAINING = Spec(
+    "fp8_linear_training",
+    Tensor("x", "... K", "bfloat16", strided=True),
+    Tensor("weight", "N K", ("bfloat16", "float32"), strided=True),
+    Tensor("bias", "N", "bfloat16", strided=True, optional=True),
+    Tensor("weight_grad", "N K", "float32", optional=True),
+    results=[Tensor("out", "... N", "bfloat16", rtol=8e-3, atol=1e-6, of_sums=2**-11)],
+    limits="N and K multiples of 16",
+    numerics=Numerics(
+        2**-3,
+        of="terms",
+        sums="operands rounded to e4m3, then as `fp8_linear`",
+        batch_invariant=False,
+        varies="the tiles, and splits of K, that are chosen by the number of rows",
+    ),
+)
+
+
+def _token_tiles(call: Call) -> int:
+    return _across(math.prod(call.x.shape[:-1]))
+
+
+# Also returns the quantised transpose of x, from which the weight's gradient is made.
+FP8_LINEAR_TRAINING_KEEPING = FP8_LINEAR_TRAINING.changed(
+    name="fp8_linear_training_keeping",
+    results=(
+        *FP8_LINEAR_TRAINING.results,
+        Tensor("x_t", "K P", _FLOAT8),
+        Tensor("x_t_scale", "B K", "float32"),
+    ),
+    dims={"B": _token_tiles, "P": lambda call: _token_tiles(call) * SCALE_BLOCK},
 )
 
 FUSED_MLP = Spec(

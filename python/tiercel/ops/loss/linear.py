@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.eager import is_dynamo_compiling
 from tiercel.core.index_checks import Index
 from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
 from tiercel.ops._autocast import under_autocast
+from tiercel.ops._gradient import grad_dtype
 from tiercel.ops._rows import rows
 from tiercel.ops.loss import reference as ref
 from tiercel.ops.loss import spec
@@ -121,17 +121,9 @@ def _target_rule(call: Call) -> list[Index]:
 _TENSORS = ("x", "weight", "target", "bias", "class_weight", "scale")
 
 
-def _grad_dtype(weight: Any) -> torch.dtype | None:
-    """float32 where that is what ``weight.grad`` of a 16-bit leaf is to be, else None."""
-    if is_dynamo_compiling() or not isinstance(weight, Tensor) or weight.dtype == torch.float32:
-        return None
-    wanted = weight.requires_grad and weight.is_leaf and getattr(weight, "grad_dtype", None)
-    return torch.float32 if wanted == torch.float32 else None
-
-
 def _save_arguments(ctx: Any, call: Call, loss: Tensor) -> None:
     ctx.options, ctx.backend = (*options_of(call), call.accum_dtype), call.backend
-    ctx.weight_grad_dtype = _grad_dtype(call.weight)
+    ctx.weight_grad_dtype = grad_dtype(call.weight)
     ctx.save_for_backward(*(getattr(call, name) for name in _TENSORS))
 
 
@@ -321,5 +313,5 @@ def linear_cross_entropy(
             return total
         return total * ref.mean_scale(target, class_weight, ignore_index)[0]
     mean = reduction == "mean"
-    total, *_ = _WITH_GRADIENT(*given, *options, mean, *wanted, _grad_dtype(weight), backend)
+    total, *_ = _WITH_GRADIENT(*given, *options, mean, *wanted, grad_dtype(weight), backend)
     return total if x.shape[0] or not mean else total * torch.nan

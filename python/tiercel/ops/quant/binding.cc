@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/quant/fp8_quantize.h"
+#include "kernels/quant/fp8_transpose.h"
 #include "kernels/quant/fused_quant.h"
 #include "kernels/quant/nvfp4.h"
 #include "python/bindings/functions.h"
@@ -41,6 +42,23 @@ constexpr PlanField<Fp8QuantizePlan> kFp8PlanFields[] = {
     Entry<&Fp8QuantizePlan::block>("block"),
 };
 constexpr PlanDict<Fp8QuantizePlan> kFp8Plan{"Fp8QuantizePlan", kFp8PlanFields};
+
+constexpr Field<Fp8TransposeCall> kFp8TransposeFields[] = {
+    Tensor<&Fp8TransposeCall::x>("x"),
+    OfStream(Tensor<&Fp8TransposeCall::q>("q")),
+    Tensor<&Fp8TransposeCall::scale>("scale"),
+    Tensor<&Fp8TransposeCall::q_t>("q_t"),
+    Tensor<&Fp8TransposeCall::scale_t>("scale_t"),
+    Index<Fp8Granularity::kBlock, &Fp8TransposeCall::granularity>("granularity"),
+};
+constexpr Parameters<Fp8TransposeCall> kFp8Transpose{"fp8_quantize_transpose", kFp8TransposeFields};
+
+constexpr PlanField<Fp8TransposePlan> kFp8TransposePlanFields[] = {
+    Entry<&Fp8TransposePlan::kernel>("kernel"),
+    Entry<&Fp8TransposePlan::grid>("grid"),
+    Entry<&Fp8TransposePlan::block>("block"),
+};
+constexpr PlanDict<Fp8TransposePlan> kFp8TransposePlan{"Fp8TransposePlan", kFp8TransposePlanFields};
 
 constexpr Field<FusedQuantCall> kNormQuantFields[] = {
     OfStream(Tensor<&FusedQuantCall::x>("x")),
@@ -105,6 +123,12 @@ constexpr Function kFunctions[] = {
     LaunchOf<kFp8Static, fp8_quantize_static>("fp8_quantize_static",
                                               "Quantises with the given scale; fills `q`."),
     LoadOf<fp8_quantize_load>("fp8_quantize_load"),
+    LaunchOf<kFp8Transpose, fp8_quantize_transpose>(
+        "fp8_quantize_transpose",
+        "Launches the kernel on the current stream; fills `q`, `scale`, `q_t` and `scale_t`."),
+    PlanOf<kFp8Transpose, fp8_quantize_transpose_plan, kFp8TransposePlan>(
+        "fp8_quantize_transpose_plan"),
+    LoadOf<fp8_quantize_transpose_load>("fp8_quantize_transpose_load"),
     LaunchOf<kNormQuant, rms_norm_quant>("rms_norm_quant", kFills),
     PlanOf<kNormQuant, rms_norm_quant_plan, kFusedQuantPlan>("rms_norm_quant_plan"),
     LaunchOf<kGatedQuant, act_and_mul_quant>("act_and_mul_quant", kFills),

@@ -131,6 +131,39 @@ def _check(inputs: Inputs, expected: dict[str, Any], outputs: Any, launch: Launc
     return _distance(q.double() * spread, x, 2.0**-4 * 1.01, spread * 2.0**-10 * 1.01)
 
 
+def _invalid_transpose(params: Mapping[str, Any]) -> str | None:
+    if params["scales"] not in ("1x128", "128x128"):
+        return "`scales` must be 1x128 or 128x128"
+    return _sizes(params)
+
+
+def _transpose_bytes(case: Any) -> int:
+    """Each value is read once and written twice."""
+    down, across = (-(-case[name] // 128) for name in "TK")
+    scales = 2 * down * across
+    if case["scales"] == "1x128":
+        scales = case["T"] * across + case["K"] * down
+    written = case["T"] * case["K"] + case["K"] * down * 128
+    return int(case["T"] * case["K"] * _ELEMENT[case.dtype] + written + 4 * scales)
+
+
+def _transpose_reference(case: Any, inputs: Inputs) -> dict[str, Any]:
+    from tiercel.ops.quant import reference as ref
+
+    results = ref.fp8_quantize_transpose(inputs["x"], case["scales"])
+    named = zip(("q", "scale", "q_t", "scale_t"), results, strict=True)
+    return {**dict(named), "tile": ref.tile_of(inputs["x"], case["scales"])}
+
+
+def _check_transpose(
+    inputs: Inputs, expected: dict[str, Any], outputs: Any, launch: Launch
+) -> Error:
+    q, scale, q_t, scale_t = outputs
+    pairs = [("q_t", q_t, expected["q_t"]), ("scale_t", scale_t, expected["scale_t"])]
+    _compare_bits(launch, pairs)
+    return _check(inputs, expected, (q, scale), launch)
+
+
 # ------------------------------------------------------------------------------------- nvfp4
 
 
@@ -213,6 +246,18 @@ BENCHES = [
         bytes_moved=_bytes,
         reference=_reference,
         check=_check,
+    ),
+    OpBench(
+        family="quant",
+        op="fp8_quantize_transpose",
+        params={"T": None, "K": None, "scales": "1x128"},
+        invalid=_invalid_transpose,
+        make=_make,
+        call=lambda case, inputs: ((inputs["x"], case["scales"]), {}),
+        out=lambda case, inputs: None,
+        bytes_moved=_transpose_bytes,
+        reference=_transpose_reference,
+        check=_check_transpose,
     ),
     OpBench(
         family="quant",

@@ -10,10 +10,12 @@ from tiercel.core.spec import Spec, Tensor
 from tiercel.ops.quant.spec import (
     ACT_AND_MUL_QUANT,
     FP8_QUANTIZE,
+    FP8_QUANTIZE_TRANSPOSE,
     NVFP4_DEQUANTIZE,
     NVFP4_QUANTIZE,
     RMS_NORM_QUANT,
     TILES,
+    TURNED_GRANULARITIES,
     scale_shape,
 )
 from tiercel.plugins.contract import Case, Contract, TensorSpec
@@ -61,6 +63,16 @@ def _fp8_sizes(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def _transpose_sizes(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
+    down, across = (-(-sizes[name] // 128) for name in "TK")
+    tiles = values["granularity"] == "128x128"
+    return _fp8_sizes(sizes, values) | {
+        "P": down * 128,
+        "scale_t rows": across if tiles else down,
+        "scale_t columns": down if tiles else sizes["K"],
+    }
+
+
 _FP8 = replace(
     Contract.of(
         "quant",
@@ -84,6 +96,37 @@ _FP8 = replace(
     outputs=(
         TensorSpec("q", ("T", "K"), ("float8_e4m3fn",)),
         TensorSpec("scale", ("scale rows", "scale columns"), ("float32",)),
+    ),
+)
+
+
+_FP8_TRANSPOSE = replace(
+    Contract.of(
+        "quant",
+        FP8_QUANTIZE_TRANSPOSE,
+        cases=(
+            *(_fp8_case(33, 256, name) for name in TURNED_GRANULARITIES),
+            *(_fp8_case(130, 200, name, "float32") for name in TURNED_GRANULARITIES),
+            _fp8_case(256, 1024, "1x128", "float16"),
+            _fp8_case(20, 128, "1x128", values="strided"),
+            _fp8_case(20, 256, "1x128", "float32", "special"),
+            _fp8_case(0, 64, "1x128"),
+        ),
+        timing={
+            "cpu": _fp8_case(256, 1024, "1x128"),
+            "cuda": _fp8_case(8192, 4096, "1x128"),
+        },
+        make=lambda case, device, seed: {
+            "x": _random(case.sizes["T"], case.sizes["K"], case.dtype, case.values, device, seed),
+            "granularity": case.options["granularity"],
+        },
+        derive=_transpose_sizes,
+    ),
+    outputs=(
+        TensorSpec("q", ("T", "K"), ("float8_e4m3fn",)),
+        TensorSpec("scale", ("scale rows", "scale columns"), ("float32",)),
+        TensorSpec("q_t", ("K", "P"), ("float8_e4m3fn",)),
+        TensorSpec("scale_t", ("scale_t rows", "scale_t columns"), ("float32",)),
     ),
 )
 
@@ -243,6 +286,7 @@ _NVFP4_TIMING = {"cpu": _nvfp4_case(256, 1024), "cuda": _nvfp4_case(8192, 4096)}
 
 CONTRACTS = (
     _FP8,
+    _FP8_TRANSPOSE,
     _RMS_NORM_QUANT,
     _ACT_AND_MUL_QUANT,
     Contract.of(

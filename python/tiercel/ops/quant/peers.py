@@ -70,6 +70,22 @@ def _fp8(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
     return prepare
 
 
+def fp8_quantize_transpose(x: Any, granularity: str) -> tuple[Any, ...]:
+    from tiercel.ops.quant import reference as ref
+
+    return ref.fp8_quantize_transpose(x, granularity)
+
+
+def _fp8_transpose(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
+    def prepare(case: Any, inputs: dict[str, Any]) -> Launch:
+        function = fp8_quantize_transpose
+        if compiled:
+            function = _compiled(case, fp8_quantize_transpose)
+        return Launch(run=lambda: tuple(function(inputs["x"], case["scales"])))
+
+    return prepare
+
+
 def _nvfp4(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
     def prepare(case: Any, inputs: dict[str, Any]) -> Launch:
         import torch
@@ -145,11 +161,13 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
 ADAPTERS = {
     "torch": {
         "fp8_quantize": _fp8(False),
+        "fp8_quantize_transpose": _fp8_transpose(False),
         "nvfp4_dequantize": _from_nvfp4(False),
         "nvfp4_quantize": _nvfp4(False),
     },
     "torch.compile": {
         "fp8_quantize": _fp8(True),
+        "fp8_quantize_transpose": _fp8_transpose(True),
         "nvfp4_dequantize": _from_nvfp4(True),
         "nvfp4_quantize": _nvfp4(True),
     },

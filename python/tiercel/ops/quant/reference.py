@@ -54,6 +54,21 @@ def fp8_quantize(
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
+def fp8_quantize_transpose(
+    x: Tensor, granularity: str = "1x128"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reference of :func:`tiercel.fp8_quantize_transpose`, for x ``[T, K]`` of any sizes."""
+    rows = x.shape[0]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, scale_shape(*x.shape, "128x128")[0] * 128 - rows))
+    q, scale = fp8_quantize(padded, granularity)
+    if granularity == "128x128":  # copies, also where a transpose is the same in memory
+        q_t = q.view(torch.uint8).t().clone(memory_format=torch.contiguous_format)
+        scale_t = scale.t().clone(memory_format=torch.contiguous_format)
+        return q[:rows], scale, q_t.view(q.dtype), scale_t
+    q_t, scale_t = fp8_quantize(padded.t(), granularity)
+    return q[:rows], scale[:rows], q_t, scale_t.t()
+
+
 def _quantized(values: Tensor, q: Tensor, scale: Tensor, granularity: str) -> None:
     """Float32 or float64 values to `q` and `scale`, which is given with "tensor"."""
     given = scale if granularity == "tensor" else None

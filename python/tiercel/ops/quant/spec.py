@@ -53,6 +53,42 @@ FP8_QUANTIZE_STATIC = Spec(
     public="fp8_quantize",
 )
 
+# What shares a scale in both directions.
+TURNED_GRANULARITIES = ("1x128", "128x128")
+
+
+def _turned_scale_shape(call: Call) -> tuple[int, int]:
+    rows, columns = call.x.shape
+    down, across = scale_shape(rows, columns, "128x128")
+    return (down, columns) if call.granularity == "1x128" else (across, down)
+
+
+FP8_QUANTIZE_TRANSPOSE = Spec(
+    "fp8_quantize_transpose",
+    _X,
+    Str("granularity", "1x128", choices=TURNED_GRANULARITIES),
+    results=[
+        _Q,
+        Tensor(
+            *("scale", "*", "float32"),
+            shape=lambda call: scale_shape(*call.x.shape, call.granularity),
+            shape_text=lambda call: _SCALE_TEXTS[call.granularity],
+        ),
+        Tensor("q_t", "K P", "float8_e4m3fn"),
+        Tensor(
+            *("scale_t", "*", "float32"),
+            shape=_turned_scale_shape,
+            shape_text=lambda call: (
+                "[T / 128, K]" if call.granularity == "1x128" else "[K / 128, T / 128]"
+            ),
+        ),
+    ],
+    # T, rounded up
+    dims={"P": lambda call: (call.x.shape[0] + 127) // 128 * 128},
+    limits="K a multiple of 8, rows on 16 bytes",
+    numerics=Numerics(0),
+)
+
 # "tensor": a given scale.
 FUSED_GRANULARITIES = ("tensor", "row", "1x128")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")

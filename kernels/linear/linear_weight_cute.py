@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight's gradient from float8: out[M, N] = x[M, K] @ w[N, K]^T with a scale per 1x128 of both.
+
+K are the tokens; x is the transposed gradient, w the transposed input. Expected per tile of 128x256
+and step of 128 tokens: the tensor cores take 1024 cycles. The float32 sums take 32768 multiply-adds
+of products and as many products of two scales: 512 issue slots of each of the four schedulers,
+beside the other warpgroup's products. Two blocks of a cluster share w by multicast: 32 KB a step
+come from the L2. The result is written once, 4 bytes an element, and is read before where it is
+added to: [4096, 4096] are 134 MB, 31 us at 4.3 TB/s, of some 110 us for the products of 4096
+tokens.
+
+As linear_act_cute.py and linear_blocks_cute.py have it: one warp loads x and w into a ring of
+stages, another one the scales beside it; two warpgroups have 64 rows of a tile each. A tile of 256
+columns is multiplied in halves, and one half is scaled while the other warpgroup multiplies. A
+product's factor is its row's scale, in a register, times its column's, read from shared memory.
+
+Sums go from registers to memory: four lanes write 32 bytes of a row. Where they are added to what
+is there, the warp of the scales prefetches that to the L2 during the tile's first steps.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from block_scales_cute import copy_scale, start_products
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from linear_act_cute import CONSUMERS, tile_position
+from linear_blocks_cute import producer_group
+from linear_layouts_cute import (
+    EPI,
+    OPERAND_MAJORS,
+    ROW,
+    WARPGROUP,
+    coordinates,
+    copies_of_w,
+    matrix,
+    round_up,
+    swizzled,
+)
+
+HALF = 128  # columns that are multiplied at a time
+LINE = 32  # floats of a line of the L2
+PREFETCHING = 8  # first steps of a tile in which its result's lines are prefetched
+
+# How the result is written, as WeightResult in linear_weight.h.
+_ADD, _BFLOAT16 = 1, 2
+
+
+class LinearWeight:
+    def __init__(self, name, dtype, tile_n, cluster, stages):
+        self.name = name
+        self.dtype = dtype
+        self.tile_m, self.tile_n, self.tile_k = CONSUMERS * EPI, tile_n, ROW
+        self.width, self.parts = tile_n, 1  # of w's copies
+        self.majors = ("k", "k")
+        self.halves = tile_n // HALF
+        self.cluster = cluster
+        self.stages = stages
+        self.blocks = True  # scales beside the stages
+        self.threads = (1 + CONSUMERS) * WARPGROUP
+        self.scales = self.tile_m + tile_n  # of a stage
+
+    def smem_layouts(self):
+        return (
+            swizzled(self.dtype, self.tile_m, self.tile_k, self.stages),
+            swizzled(self.dtype, self.tile_n, self.tile_k, self.stages),
+        )
+
+    def storage(self):
+        x_layout, w_layout = self.smem_layouts()
+
+        @cute.struct
+        class Storage:
+            x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * self.scales], 16]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+
+        return Storage
+
+    def smem_bytes(self):
+        """What the storage takes, as the launch asks for it."""
+        stage = (self.tile_m + self.tile_n) * ROW + self.scales * 4 + 16
+        return round_up(self.stages * stage)
+
+    def tiled_mma(self, accumulate):
+        mma = hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            *(OPERAND_MAJORS[major] for major in self.majors),
+            Float32,
+            (CONSUMERS, 1, 1),
+            (64, HALF),
+        )
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return mma
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
+        out: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        group: Int32,
+        x_step: Int32,
+        x_across: Int32,
+        w_step: Int32,
+        w_across: Int32,
+        result: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        x_layout, w_layout = self.smem_layouts()
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        tma_x, _ = cpasync.make_tiled_tma_atom(
+            load,
+            cute.make_tensor(x, matrix(m, k, "k", 16)),
+            cute.slice_(x_layout, (None, None, 0)),
+            (self.tile_m, self.tile_k),
+        )
+        tma_w, _ = cpasync.make_tiled_tma_atom(
+            multicast,
+            cute.make_tensor(w, matrix(n, k, "k", 16)),
+            cute.slice_(w_layout, (None, None, 0)),
+            (self.tile_n, self.tile_k),
+            num_multicast=self.cluster,
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            *(tma_x, tma_w, x_scale, w_scale, out),
+            *(m, n, k, group, x_step, x_across, w_step, w_across, result),
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_x: cute.CopyAtom,
+        tma_w: cute.CopyAtom,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
+        out: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        group: Int32,
+        x_step: Int32,  # from the scale of a row to that of the next row,
+        x_across: Int32,  # and to that of the next 128 of K
+        w_step: Int32,
+        w_across: Int32,
+        result: Int32,
+    ):
+        x_layout, w_layout = self.smem_layouts()
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(tma_x)
+            cpasync.prefetch_descriptor(tma_w)
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        scales = storage.scales.data_ptr()
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=self.stages,
+            producer_group=producer_group(self),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, 4 * CONSUMERS * self.cluster
+            ),
+            tx_count=(self.tile_m + self.tile_n) * ROW,
+            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # A cluster's tiles: every clusters-th one from its own index on.
+        clusters = cute.arch.grid_dim()[0] // self.cluster
+        first = cute.arch.block_idx()[0] // self.cluster
+        rows = cute.ceil_div(m, self.tile_m * self.cluster)
+        columns = cute.ceil_div(n, self.tile_n)
+        k_tiles = cute.ceil_div(k, self.tile_k)
+
+        if warpgroup_index == 0:
+            cute.arch.setmaxregister_decrease(40)
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+            if warp_index == 0:
+                gx = cute.local_tile(coordinates(m, k), (self.tile_m, self.tile_k), (None, None))
+                to_x, from_x = cpasync.tma_partition(
+                    tma_x,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(sx, 0, 2),
+                    cute.group_modes(gx, 0, 2),
+                )
+                to_w, from_w = copies_of_w(self, tma_w, sw, n, k, rank, self.cluster)
+                everyone = cutlass.Int16((1 << self.cluster) - 1)  # unused without multicast
+                for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
+                    row, column = tile_position(tile, rows, columns, group)
+                    row = row * self.cluster + rank
+                    for step in cutlass.range(k_tiles, unroll=1):
+                        ring.producer_acquire(state)
+                        barrier = ring.producer_get_barrier(state)
+                        cute.copy(
+                            tma_x,
+                            from_x[None, row, step],
+                            to_x[None, state.index],
+                            tma_bar_ptr=barrier,
+                        )
+                        cute.copy(
+                            tma_w,
+                            from_w[0][None, column, step],
+                            to_w[0][None, state.index],
+                            tma_bar_ptr=barrier,
+                            mcast_mask=everyone,
+                        )
+                        state.advance()
+                ring.producer_tail(state)
+            if warp_index == 1:
+                for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
+                    row, column = tile_position(tile, rows, columns, group)
+                    row = (row * self.cluster + rank) * self.tile_m
+                    state = self.load_scales(
+                        *(ring, state, scales, k_tiles, (x_scale, w_scale)),
+                        *((x_step, x_across, w_step, w_across), (m, n)),
+                        *((row, column * self.tile_n), out, result),
+                    )
+        else:
+            cute.arch.setmaxregister_increase(232)
+            consumer = warpgroup_index - 1
+            wg_thread = thread % WARPGROUP
+            mma, start = self.tiled_mma(True), self.tiled_mma(False)
+            part = mma.get_slice(consumer * WARPGROUP)
+            rx = mma.make_fragment_A(part.partition_A(sx))
+            halves = swizzled(self.dtype, HALF, self.tile_k, self.stages * self.halves)
+            halves = storage.w.get_tensor(halves.outer, swizzle=halves.inner)
+            rw = mma.make_fragment_B(part.partition_B(halves))
+            products = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, HALF)), Float32)
+            sums = cute.make_rmem_tensor(EPI * self.halves, Float32)
+            # This lane's first row and column of the sums.
+            my_row = consumer * EPI + wg_thread // 32 * 16 + thread % 32 // 4
+            my_column = thread % 4 * 2
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+            for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
+                row, column = tile_position(tile, rows, columns, group)
+                row = (row * self.cluster + rank) * self.tile_m + my_row
+                sums.fill(0.0)
+                for _ in cutlass.range(k_tiles, unroll=1):
+                    ring.consumer_wait(read)
+                    of_x = scales + read.index * self.scales + my_row
+                    upper, lower = of_x.load(), (of_x + 8).load()
+                    of_w = scales + read.index * self.scales + self.tile_m + my_column
+                    for half in cutlass.range_constexpr(self.halves):
+                        start_products(
+                            *((start, mma), products, rx, rw),
+                            *(read.index, self.halves * read.index + half),
+                        )
+                        warpgroup.wait_group(0)
+                        add_scaled(sums, half * EPI, products, (upper, lower), of_w + half * HALF)
+                    cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives
+                    ring.consumer_release(read)
+                    read.advance()
+                self.put(sums, out, result, row, column * self.tile_n + my_column, (m, n))
+
+    @cute.jit
+    def load_scales(self, ring, state, scales, steps, sources, strides, sizes, at, out, result):
+        """A warp: the scales of each of a tile's steps. Beyond the last row its scales repeat."""
+        (x_scale, w_scale), (m, n), (row, column) = sources, sizes, at
+        x_step, x_across, w_step, w_across = strides
+        lane = cute.arch.lane_idx()
+        of_x = cute.make_rmem_tensor(self.tile_m // 32, Int64)
+        of_w = cute.make_rmem_tensor(self.tile_n // 32, Int64)
+        for i in cutlass.range_constexpr(self.tile_m // 32):
+            of_x[i] = x_scale.toint() + Int64(cutlass.min(row + lane + i * 32, m - 1)) * x_step * 4
+        for i in cutlass.range_constexpr(self.tile_n // 32):
+            of_w[i] = (
+                w_scale.toint() + Int64(cutlass.min(column + lane + i * 32, n - 1)) * w_step * 4
+            )
+        for step in cutlass.range(steps, unroll=1):
+            ring.sync_object_empty.wait(state.index, state.phase)
+            to = (scales + state.index * self.scales).toint() + lane * 4
+            for i in cutlass.range_constexpr(self.tile_m // 32):
+                copy_scale(to + i * 128, of_x[i] + Int64(step) * x_across * 4)
+            to += self.tile_m * 4
+            for i in cutlass.range_constexpr(self.tile_n // 32):
+                copy_scale(to + i * 128, of_w[i] + Int64(step) * w_across * 4)
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
+            state.advance()
+            if result == _ADD:
+                if step < PREFETCHING:
+                    self.prefetch(out, row + step * (self.tile_m // PREFETCHING), column, m, n)
+        return state
+
+    @cute.jit
+    def prefetch(self, out, row, column, m, n):
+        """A warp: the lines of a few rows of a tile's result."""
+        lane = cute.arch.lane_idx()
+        across = self.tile_n // LINE
+        for i in cutlass.range_constexpr(self.tile_m // PREFETCHING * across // 32):
+            my_row = row + i * (32 // across) + lane // across
+            my_column = column + lane % across * LINE
+            if my_row < m:
+                if my_column < n:
+                    cute.arch.inline_ptx(
+                        "prefetch.global.L2 [{$r0}];",
+                        read_only_args=[out.toint() + (Int64(my_row) * n + my_column) * 4],
+                    )
+
+    @cute.jit
+    def put(self, sums, out, result, row, column, sizes):
+        """This lane's sums, two columns at a time: to out, or added to it."""
+        m, n = sizes
+        for lower in cutlass.range_constexpr(2):
+            my_row = row + 8 * lower
+            if my_row < m:
+                at = Int64(my_row) * n + column
+                for chunk in cutlass.range_constexpr(2 * self.halves):
+                    self.put_chunk(sums, out, result, at, column, n, chunk, lower)
+
+    @cute.jit
+    def put_chunk(self, sums, out, result, at, column, n, chunk, lower):
+        """64 columns of a row."""
+        first = chunk * EPI // 2 + 2 * lower
+        if result == _BFLOAT16:
+            narrow = cute.recast_ptr(out, dtype=BFloat16)
+            for eight in cutlass.range_constexpr(EPI // 8):
+                to_right = chunk * EPI + eight * 8
+                if column + to_right < n:
+                    to = cute.make_tensor((narrow + at + to_right).align(4), cute.make_layout(2))
+                    to[0] = sums[first + eight * 4].to(BFloat16)
+                    to[1] = sums[first + eight * 4 + 1].to(BFloat16)
+        else:
+            before = cute.make_rmem_tensor(EPI // 4, Float32)
+            before.fill(0.0)
+            if result == _ADD:
+                for eight in cutlass.range_constexpr(EPI // 8):
+                    to_right = chunk * EPI + eight * 8
+                    if column + to_right < n:
+                        source = cute.make_tensor(
+                            (out + at + to_right).align(8), cute.make_layout(2)
+                        )
+                        before[2 * eight], before[2 * eight + 1] = source[0], source[1]
+            for eight in cutlass.range_constexpr(EPI // 8):
+                to_right = chunk * EPI + eight * 8
+                if column + to_right < n:
+                    to = cute.make_tensor((out + at + to_right).align(8), cute.make_layout(2))
+                    to[0] = before[2 * eight] + sums[first + eight * 4]
+                    to[1] = before[2 * eight + 1] + sums[first + eight * 4 + 1]
+
+
+@cute.jit
+def add_scaled(sums, first, products, of_rows, of_columns):
+    """Adds products to the sums from `first` on, times the scales of this lane's upper or lower row
+    and of its column: two in each eight from `of_columns` on."""
+    columns = cute.make_tensor(of_columns.align(8), cute.make_layout((2, HALF // 8), stride=(1, 8)))
+    for eight in cutlass.range_constexpr(HALF // 8):
+        two = columns[None, eight].load()
+        for v in cutlass.range_constexpr(4):
+            i = eight * 4 + v
+            sums[first + i] += products[i] * (of_rows[v // 2] * two[v % 2])

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""To e4m3, as it lies in memory and transposed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel import _C
+from tiercel.core.op import Lookup, Native, Op
+from tiercel.core.spec import Call
+from tiercel.ops.quant import reference as ref
+from tiercel.ops.quant import spec
+
+__all__ = ["fp8_quantize_transpose"]
+
+# As Fp8Granularity counts.
+_NUMBER = {name: list(spec.TILES).index(name) for name in spec.TURNED_GRANULARITIES}
+
+
+def _fake(call: Call) -> tuple[Tensor, ...]:
+    made = _OP.spec.empty(call)
+    if not torch.compiler.is_exporting():
+        return made
+    # As fp8_quantize: torch would ask whether a rounded quotient is 1. Such a size becomes a symbol
+    # of its own.
+    down, across = spec.TILES[call.granularity]
+    of_one = ((1, 1), (down, across), (1, 128), (128, down))
+
+    def named(result: Tensor, tiles: tuple[int, int]) -> Tensor:
+        rounded = [
+            isinstance(n, torch.SymInt) and of > 1
+            for n, of in zip(result.shape, tiles, strict=True)
+        ]
+        if not any(rounded):
+            return result
+        context = torch.library.get_ctx()
+        shape = [
+            context.new_dynamic_size() if new else size
+            for size, new in zip(result.shape, rounded, strict=True)
+        ]
+        return result.new_empty(shape)
+
+    return tuple(named(result, tiles) for result, tiles in zip(made, of_one, strict=True))
+
+
+_OP = Op(
+    spec.FP8_QUANTIZE_TRANSPOSE,
+    sm90=Native(
+        _C.fp8_quantize_transpose,
+        _C.fp8_quantize_transpose_plan,
+        ("x", "q", "scale", "q_t", "scale_t", Lookup("granularity", _NUMBER)),
+        "a tile of 128x128 in registers, turned through shared memory",
+        load=_C.fp8_quantize_transpose_load,
+    ),
+    reference=lambda call: ref.fp8_quantize_transpose(call.x, call.granularity),
+    method="fp8_quantize's, of x and of its transpose",
+    fake=_fake,
+    out=False,
+)
+
+
+@_OP.export
+def fp8_quantize_transpose(
+    x: Tensor, granularity: str = "1x128", *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantises to e4m3 as it lies in memory and transposed, reading ``x`` once.
+
+    A float8 layer's gradients sum over tokens, and the tensor cores take float8 operands only with
+    neighbours along what is summed. The results are, bit for bit, those of
+    :func:`tiercel.fp8_quantize` for ``x`` and for ``x.t()``, whose rows are filled up with zeros.
+    With ``"1x128"`` each has scales along its own rows; with ``"128x128"`` the values and scales of
+    one are the other's, transposed.
+
+    There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
+    never synchronises.
+
+    Args:
+        x: ``[T, K]``, float32, bfloat16 or float16; T and K may be 0. The precompiled kernels take
+            K that is a multiple of 8 and rows at any distance that is a multiple of 16 bytes; ref
+            takes others.
+        granularity: ``"1x128"`` for activations and gradients, ``"128x128"`` for weights.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``q`` ``[T, K]`` float8_e4m3fn and its ``scale``, float32: ``[T, ceil(K / 128)]`` or
+        ``[ceil(T / 128), ceil(K / 128)]``. Then ``q_t`` ``[K, P]``, where P is T rounded up to a
+        multiple of 128, and its ``scale_t``: ``[P / 128, K]``, those of 128 tokens in a row, or
+        ``[ceil(K / 128), P / 128]``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape or device does not fit, or there is no such granularity or backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> q, scale, q_t, scale_t = tiercel.fp8_quantize_transpose(activations)
+    """
+    return _OP(x, granularity, backend)  # type: ignore[no-any-return]
