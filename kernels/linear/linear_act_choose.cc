@@ -177,21 +177,26 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
                             int multiprocessors, LinearActChoice* choice) {
   const int64_t most = std::min<int64_t>(kMaxSplits, k_tiles_of(problem));
   const bool splits = !config.split_k || (config.splits >= 1 && config.splits <= most);
+  double best = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     const LinearActVariant& v = kernel.variant;
     if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
         v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
       continue;
     }
-    linear_act_estimate(kernel, problem, multiprocessors, choice);
+    LinearActChoice found;
+    const double time = linear_act_estimate(kernel, problem, multiprocessors, &found);
+    if (time >= best) continue;
+    best = time;
+    *choice = found;
     if (config.split_k) {
       choice->blocks = choice->blocks / choice->splits * config.splits;
       choice->splits = config.splits;
     } else if (config.group > 0) {
       choice->group = config.group;
     }
-    return Status();
   }
+  if (std::isfinite(best)) return Status();
   return Status::Unimplemented(
       "linear_act: the configuration tile " + std::to_string(config.tile_m) + "x" +
       std::to_string(config.tile_n) + (config.pingpong ? ", pingpong" : "") +

@@ -13,13 +13,14 @@ The scales of a stage lie beside it in shared memory: tile_m of rows, then those
 copies them. The multiplying warps read them one step ahead.
 """
 
+import math
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from activations_cute import ACTIVATIONS
-from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, start_products
+from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, fixed, start_products
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
@@ -58,7 +59,7 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
         to = (scales + state.index * stage_words(kernel.tile_m)).toint() + lane * 4
         for i in cutlass.range_constexpr(kernel.tile_m // 32):
             copy_scale(to + i * 128, of_x[i] + Int64(step) * across * 4)
-        is_one = lane < kernel.parts_of_w
+        is_one = lane < kernel.scales_of_w
         copy_scale(to + kernel.tile_m * 4, of_w + Int64(step) * 4, is_one)
         cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
         state.advance()
@@ -66,46 +67,81 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
 
 
 @cute.jit
-def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row):
-    """A tile's steps, at least one; returns the stage behind them. `row`: this lane's first. A step
-    waits for the next one's data, and reads its scales, while its own products are computed."""
-    rx, rw = operands
-    x_parts, w_parts = kernel.parts_of_x, kernel.parts_of_w
-    in_turn = w_parts == 2
-    parts = x_parts * w_parts
-    ring.consumer_wait(read)
-    upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
-    for step in cutlass.range(steps, unroll=1):
-        index = read.index
-        start_products(mmas, accs[0], rx, rw, x_parts * index, w_parts * index)
-        if const_expr(x_parts == 2):
-            start_products(mmas, accs[1], rx, rw, 2 * index + 1, index)
-        by_first, by_last = (upper, lower), (next_upper, next_lower)
-        if const_expr(parts == 2):
-            warpgroup.wait_group(0 if const_expr(in_turn) else 1)
-            add_scaled(sums, 0, accs[0], by_first)
-        if const_expr(in_turn):
-            start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
+def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row, column):
+    """A tile's steps, at least one; returns the stage behind them. `row`: this lane's first;
+    `column`: the tile's.
+
+    Between two products of a warpgroup there are the first one's scaling and little else: a step
+    asks for the next one's data while its last products are computed, and reads the next one's
+    scales while the first products of that are."""
+    row, second = fixed(row), SCALE_BLOCK - column % SCALE_BLOCK
+    operands = (*operands, second)
+    parts = const_expr(kernel.parts_of_x * kernel.parts_of_w)
+    is_there = ring.consumer_try_wait(read)
+    for _ in cutlass.range(steps, unroll=1):
+        ring.consumer_wait(read, is_there)
+        for part in cutlass.range_constexpr(kernel.parts_of_x):
+            _start(kernel, mmas, accs, operands, part, read.index)
+        by = _step_scales(kernel, scales, read.index, row)
+        _first_part(kernel, mmas, accs, sums, operands, by, read.index)
         done = read.clone()
         read.advance()
-        if step + 1 < steps:
-            ring.consumer_wait(read)
-            upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
+        is_there = ring.consumer_try_wait(read)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
         ring.consumer_release(done)
-        add_scaled(sums, (parts - 1) * cute.size(accs[1]), accs[1], by_last)
+        _add(kernel, sums, parts - 1, accs, operands, by)
     return read
 
 
 @cute.jit
+def _first_part(kernel, mmas, accs, sums, operands, by, index):
+    """Of two parts: scales the first one's products; starts the second one's, if in turn."""
+    if const_expr(kernel.parts_of_x == 2):
+        warpgroup.wait_group(1)
+        _add(kernel, sums, 0, accs, operands, by)
+    if const_expr(kernel.parts_of_w == 2):
+        warpgroup.wait_group(0)
+        _add(kernel, sums, 0, accs, operands, by)
+        _start(kernel, mmas, accs, operands, 1, index)
+
+
+@cute.jit
+def _start(kernel, mmas, accs, operands, part, index):
+    """Begins the products of a part of the tile, of one stage."""
+    rx, rw, _ = operands
+    of_x = kernel.parts_of_x * index + (part if kernel.parts_of_x == 2 else 0)
+    of_w = kernel.parts_of_w * index + (part if kernel.parts_of_w == 2 else 0)
+    start_products(mmas, accs[part], rx, rw, of_x, of_w)
+
+
+@cute.jit
+def _add(kernel, sums, part, accs, operands, by):
+    """Adds a part's products to its sums, scaled."""
+    acc = accs[part]
+    first = part * cute.size(acc)
+    if const_expr(kernel.parts_of_w == 2 or kernel.scales_of_w == 1):
+        add_scaled(sums, first, acc, by[2 * part : 2 * part + 2])
+    else:
+        # Columns from the second scale's first one on have that; tiles begin at multiples of a run.
+        run = math.gcd(kernel.tile_n, SCALE_BLOCK)
+        second = operands[2]
+        for at in cutlass.range_constexpr(0, kernel.tile_n, run):
+            upper, lower = by[0], by[1]
+            if at >= second:
+                upper, lower = by[2], by[3]
+            add_scaled(sums, first + at // 2, acc, (upper, lower), at // 2, run // 2)
+
+
+@cute.jit
 def _step_scales(kernel, scales, index, row):
-    """The factors of this lane's upper and lower row of sums, in the tile's first and last part."""
+    """The factors of this lane's upper and lower row of sums, by the tile's first scale of w and
+    by its last; of the tile's first and last 64 rows where a warpgroup has 128."""
     at = scales + index * stage_words(kernel.tile_m)
     of_w = at + kernel.tile_m
     first, upper, lower = of_w.load(), (at + row).load(), (at + (row + 8)).load()
     last, next_upper, next_lower = first, upper, lower
-    if const_expr(kernel.parts_of_w == 2):
+    if const_expr(kernel.scales_of_w == 2):
         last = (of_w + 1).load()
     if const_expr(kernel.parts_of_x == 2):
         next_upper, next_lower = (at + (row + 64)).load(), (at + (row + 72)).load()
