@@ -38,7 +38,8 @@ constexpr double kMoreRows = 1.45;   // and with more, or more than a round
 // Scales of blocks: both warpgroups scale at times, and one that has a tile to itself waits for
 // each step's products.
 constexpr double kScaledTile = 1.25;
-constexpr double kScaledWideTile = 1.05;  // of 256 columns
+constexpr double kScaledWideTile = 1.05;  // of 256 columns; those of 192
+constexpr double kScaledMiddle = 1.15;    // bring more bytes a product
 constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
 constexpr double kScaledRow = 2.72;       // and per row of its tile
 
@@ -77,6 +78,7 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double scaling = p.kind != LinearKind::kBlocks ? 1.0
+                         : v.tile_n == 192             ? kScaledMiddle
                          : v.tile_n > 128              ? kScaledWideTile
                                                        : kScaledTile;
   const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
