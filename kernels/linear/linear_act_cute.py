@@ -89,6 +89,7 @@ class LinearAct:
         # Parts of a tile that are multiplied in turn, and the scales of w in a stage.
         self.parts_of_x, self.parts_of_w = 1, 2 if tile_n == 256 else 1
         self.scales_of_w = 1 if tile_n == 128 else 2
+        self.multicasts = cluster  # blocks that load parts of each other's tiles
         # Without an activation the result is its own sums.
         self.adds = kind == "extra"
         self.saves = self.adds and act != "none"

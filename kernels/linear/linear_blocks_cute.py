@@ -73,25 +73,57 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
 
     Between two products of a warpgroup there are the first one's scaling and little else: a step
     asks for the next one's data while its last products are computed, and reads the next one's
-    scales while the first products of that are."""
+    scales while those are scaled."""
     row, second = fixed(row), SCALE_BLOCK - column % SCALE_BLOCK
     operands = (*operands, second)
     parts = const_expr(kernel.parts_of_x * kernel.parts_of_w)
-    is_there = ring.consumer_try_wait(read)
-    for _ in cutlass.range(steps, unroll=1):
-        ring.consumer_wait(read, is_there)
-        for part in cutlass.range_constexpr(kernel.parts_of_x):
-            _start(kernel, mmas, accs, operands, part, read.index)
-        by = _step_scales(kernel, scales, read.index, row)
+    lane = cute.arch.lane_idx()
+    empty = fixed(_empty_barriers(kernel, ring, lane))
+    ring.consumer_wait(read)
+    read_scales = _read_scales(kernel, scales, read.index, row)
+    for part in cutlass.range_constexpr(kernel.parts_of_x):
+        _start(kernel, mmas, accs, operands, part, read.index)
+    for step in cutlass.range(steps, unroll=1):
+        by = _factors(kernel, read_scales)
         _first_part(kernel, mmas, accs, sums, operands, by, read.index)
-        done = read.clone()
+        done = read.index
         read.advance()
         is_there = ring.consumer_try_wait(read)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
-        ring.consumer_release(done)
+        _release(kernel, empty + done * 8, lane)
+        more = step + 1 < steps
+        if more:
+            ring.consumer_wait(read, is_there)
+        # After the last step these are another tile's, or none, and not used.
+        read_scales = _read_scales(kernel, scales, read.index, row)
         _add(kernel, sums, parts - 1, accs, operands, by)
+        if more:
+            for part in cutlass.range_constexpr(kernel.parts_of_x):
+                _start(kernel, mmas, accs, operands, part, read.index)
     return read
+
+
+def _empty_barriers(kernel, ring, lane):
+    """The address of the first barrier that this lane arrives at: of the lane-th block."""
+    address = ring.sync_object_empty.get_barrier(0).toint()
+    if kernel.multicasts == 1:
+        return address
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        read_only_args=[Int32(address), cutlass.min(lane, kernel.multicasts - 1)],
+        write_only_types=[Int32],
+    )
+
+
+def _release(kernel, barrier, lane):
+    """A warp's arrival in each block that loads for this one."""
+    space = "cta" if kernel.multicasts == 1 else "cluster"
+    cute.arch.inline_ptx(
+        f"mbarrier.arrive.shared::{space}.b64 _, [{{$r0}}];",
+        read_only_args=[barrier],
+        predicate=lane < kernel.multicasts,
+    )
 
 
 @cute.jit
@@ -134,9 +166,9 @@ def _add(kernel, sums, part, accs, operands, by):
 
 
 @cute.jit
-def _step_scales(kernel, scales, index, row):
-    """The factors of this lane's upper and lower row of sums, by the tile's first scale of w and
-    by its last; of the tile's first and last 64 rows where a warpgroup has 128."""
+def _read_scales(kernel, scales, index, row):
+    """A stage's scales: of this lane's upper and lower row; of the rows 64 below where a warpgroup
+    has 128; the first of w and the last."""
     at = scales + index * stage_words(kernel.tile_m)
     of_w = at + kernel.tile_m
     first, upper, lower = of_w.load(), (at + row).load(), (at + (row + 8)).load()
@@ -145,6 +177,12 @@ def _step_scales(kernel, scales, index, row):
         last = (of_w + 1).load()
     if const_expr(kernel.parts_of_x == 2):
         next_upper, next_lower = (at + (row + 64)).load(), (at + (row + 72)).load()
+    return upper, lower, next_upper, next_lower, first, last
+
+
+def _factors(kernel, read_scales):
+    """Of this lane's upper and lower row of sums, by the tile's first scale of w and by its last."""
+    upper, lower, next_upper, next_lower, first, last = read_scales
     return upper * first, lower * first, next_upper * last, next_lower * last
 
 
