@@ -8,7 +8,7 @@ tile has no registers for the products of both halves: they are scaled in turn, 
 warpgroup multiplies.
 
 The scales of a step lie in the ring beside its rows and weights: tile_m of rows, then two of the
-weights' halves. The multiplying warps read them while products are computed. From global memory they would have
+weights' halves. The multiplying warps read them one step ahead. From global memory they would have
 to be in flight for longer, and each step's fence waits for such loads.
 """
 
@@ -91,19 +91,20 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales=None,
         now = index
         index, phase = next_stage(v.stages, index, phase)
         more = step + 1 < steps
-        there = False
         if const_expr(ahead):
             there = cute.arch.mbarrier_try_wait(full + index, phase)
             warpgroup.wait_group(0)
             cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
             release(empty, now)
-        if more:
-            _wait(v, full, index, phase, there)
-        # After the last step these are another tile's, or none, and not used.
-        read = _step_scales(v, storage, index, row)
-        if const_expr(not ahead):
+            if more:
+                _wait(v, full, index, phase, there)
+            # After the last step these are another tile's, or none, and not used.
+            read = _step_scales(v, storage, index, row)
+        else:
+            if more:
+                _wait(v, full, index, phase, False)
+                read = _step_scales(v, storage, index, row)
             warpgroup.wait_group(0)
-            cute.arch.sync_warp()
             release(empty, now)
         add_scaled(sums, cute.size(sums) - cute.size(accs[1]), accs[1], by_second)
         if const_expr(ahead):
