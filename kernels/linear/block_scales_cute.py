@@ -31,7 +31,16 @@ def start_products(mmas, acc, rx, rw, of_x, of_w):
 
 
 @cute.jit
-def add_scaled(sums, first, acc, by_row):
-    """Adds products to the sums from `first` on; `by_row`: of this lane's upper and lower row."""
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        sums[first + i] += acc[i] * by_row[i // 2 % 2]
+def add_scaled(sums, first, acc, by_row, at=0, count=None):
+    """Adds `count` products from `at` on to the sums from `first` on, all by default; `by_row`: of
+    this lane's upper and lower row."""
+    for i in cutlass.range_constexpr(cute.size(acc) if count is None else count):
+        sums[first + i] += acc[at + i] * by_row[i // 2 % 2]
+
+
+def fixed(number):
+    """The number, in a register: the compiler would compute it from the thread's index each step,
+    and wait for that."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", read_only_args=[Int32(number)], write_only_types=[Int32]
+    )

@@ -38,7 +38,8 @@ constexpr double kMoreRows = 1.45;   // and with more, or more than a round
 // Scales of blocks: both warpgroups scale at times, and one that has a tile to itself waits for
 // each step's products.
 constexpr double kScaledTile = 1.25;
-constexpr double kScaledWideTile = 1.05;  // of 256 columns
+constexpr double kScaledWideTile = 1.05;  // of 256 columns; those of 192
+constexpr double kScaledMiddle = 1.15;    // bring more bytes a product
 constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
 constexpr double kScaledRow = 2.72;       // and per row of its tile
 
@@ -77,6 +78,7 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double scaling = p.kind != LinearKind::kBlocks ? 1.0
+                         : v.tile_n == 192             ? kScaledMiddle
                          : v.tile_n > 128              ? kScaledWideTile
                                                        : kScaledTile;
   const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
@@ -177,21 +179,26 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
                             int multiprocessors, LinearActChoice* choice) {
   const int64_t most = std::min<int64_t>(kMaxSplits, k_tiles_of(problem));
   const bool splits = !config.split_k || (config.splits >= 1 && config.splits <= most);
+  double best = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     const LinearActVariant& v = kernel.variant;
     if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
         v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
       continue;
     }
-    linear_act_estimate(kernel, problem, multiprocessors, choice);
+    LinearActChoice found;
+    const double time = linear_act_estimate(kernel, problem, multiprocessors, &found);
+    if (time >= best) continue;
+    best = time;
+    *choice = found;
     if (config.split_k) {
       choice->blocks = choice->blocks / choice->splits * config.splits;
       choice->splits = config.splits;
     } else if (config.group > 0) {
       choice->group = config.group;
     }
-    return Status();
   }
+  if (std::isfinite(best)) return Status();
   return Status::Unimplemented(
       "linear_act: the configuration tile " + std::to_string(config.tile_m) + "x" +
       std::to_string(config.tile_n) + (config.pingpong ? ", pingpong" : "") +

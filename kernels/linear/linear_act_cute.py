@@ -86,7 +86,10 @@ class LinearAct:
         self.values = CONSUMERS * self.column_values
         if self.blocks:
             self.values = stages * stage_words(tile_m)  # scales of the ring's stages
-        self.parts_of_x, self.parts_of_w = 1, max(1, tile_n // 128)  # with a scale of their own
+        # Parts of a tile that are multiplied in turn, and the scales of w in a stage.
+        self.parts_of_x, self.parts_of_w = 1, 2 if tile_n == 256 else 1
+        self.scales_of_w = 1 if tile_n == 128 else 2
+        self.multicasts = cluster  # blocks that load parts of each other's tiles
         # Without an activation the result is its own sums.
         self.adds = kind == "extra"
         self.saves = self.adds and act != "none"
@@ -409,7 +412,7 @@ class LinearAct:
                     my_row = consumer * EPI + wg_thread // 32 * 16 + lane // 4
                     read = multiply_steps(
                         *(self, ring, read, k_tiles, (start, mma), (products, products), acc),
-                        *((rx, rw), storage.bias.data_ptr(), my_row),
+                        *((rx, rw), storage.bias.data_ptr(), my_row, column * self.tile_n),
                     )
                 else:
                     release = read.clone()

@@ -20,7 +20,7 @@ from linear_blocks_cute import (
     BlockScales,
     activate,
     load_tile_scales,
-    multiply_steps,
+    multiply_few_rows,
     producer_group,
     stage_words,
 )
@@ -57,7 +57,8 @@ class LinearActSplitK:
         self.majors = MAJORS.get(kind, ("k", "k"))
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
-        self.parts_of_x, self.parts_of_w = tile_m // 64, 1  # with a scale of their own
+        self.parts_of_x, self.parts_of_w = tile_m // 64, 1  # as of LinearAct
+        self.scales_of_w = 1
         self.scale_words = stages * stage_words(tile_m) // 2 * self.blocks
         self.threads = 2 * WARPGROUP
         # How the threads add up a tile: vectors of a row side by side, rows below each other.
@@ -294,7 +295,7 @@ class LinearActSplitK:
                     read = pipeline.make_pipeline_state(
                         pipeline.PipelineUserType.Consumer, self.stages
                     )
-                    multiply_steps(
+                    multiply_few_rows(
                         *(self, ring, read, last - first, (start, mma)),
                         *((products[0], products[-1]), acc, (rx, rw), stage_scales, my_row),
                     )

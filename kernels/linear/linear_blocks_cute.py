@@ -11,15 +11,19 @@ has halves of 64 rows: one is scaled while the other is multiplied.
 
 The scales of a stage lie beside it in shared memory: tile_m of rows, then those of w. One warp
 copies them. The multiplying warps read them one step ahead.
+
+Tiles of 192 columns, which begin in the middle of 128, have two scales of w for one product each
+step; they serve 65 to 128 rows, whose bytes one wave of such tiles reads, and narrow w.
 """
 
+import math
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from activations_cute import ACTIVATIONS
-from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, start_products
+from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, fixed, start_products
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
@@ -58,7 +62,7 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
         to = (scales + state.index * stage_words(kernel.tile_m)).toint() + lane * 4
         for i in cutlass.range_constexpr(kernel.tile_m // 32):
             copy_scale(to + i * 128, of_x[i] + Int64(step) * across * 4)
-        is_one = lane < kernel.parts_of_w
+        is_one = lane < kernel.scales_of_w
         copy_scale(to + kernel.tile_m * 4, of_w + Int64(step) * 4, is_one)
         cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
         state.advance()
@@ -66,49 +70,136 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
 
 
 @cute.jit
-def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row):
-    """A tile's steps, at least one; returns the stage behind them. `row`: this lane's first. A step
-    waits for the next one's data, and reads its scales, while its own products are computed."""
-    rx, rw = operands
-    x_parts, w_parts = kernel.parts_of_x, kernel.parts_of_w
-    in_turn = w_parts == 2
-    parts = x_parts * w_parts
+def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row, column):
+    """A tile's steps, at least one; returns the stage behind them. `row`: this lane's first;
+    `column`: the tile's.
+
+    Between two products of a warpgroup there are the first one's scaling and little else: a step
+    asks for the next one's data while its last products are computed, and reads the next one's
+    scales while those are scaled."""
+    row, second = fixed(row), SCALE_BLOCK - column % SCALE_BLOCK
+    operands = (*operands, second)
+    lane = cute.arch.lane_idx()
+    empty = fixed(_empty_barriers(kernel, ring, lane))
     ring.consumer_wait(read)
-    upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
+    read_scales = _read_scales(kernel, scales, read.index, row)
+    _start(kernel, mmas, accs, operands, 0, read.index)
     for step in cutlass.range(steps, unroll=1):
-        index = read.index
-        start_products(mmas, accs[0], rx, rw, x_parts * index, w_parts * index)
-        if const_expr(x_parts == 2):
-            start_products(mmas, accs[1], rx, rw, 2 * index + 1, index)
-        by_first, by_last = (upper, lower), (next_upper, next_lower)
-        if const_expr(parts == 2):
-            warpgroup.wait_group(0 if const_expr(in_turn) else 1)
-            add_scaled(sums, 0, accs[0], by_first)
-        if const_expr(in_turn):
-            start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
-        done = read.clone()
+        by = _factors(read_scales)
+        if const_expr(kernel.parts_of_w == 2):
+            warpgroup.wait_group(0)
+            _add(kernel, sums, 0, accs, operands, by)
+            _start(kernel, mmas, accs, operands, 1, read.index)
+        done = read.index
         read.advance()
-        if step + 1 < steps:
-            ring.consumer_wait(read)
-            upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
+        is_there = ring.consumer_try_wait(read)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
-        ring.consumer_release(done)
-        add_scaled(sums, (parts - 1) * cute.size(accs[1]), accs[1], by_last)
+        _release(kernel, empty + done * 8, lane)
+        more = step + 1 < steps
+        if more:
+            ring.consumer_wait(read, is_there)
+        # After the last step these are another tile's, or none, and not used.
+        read_scales = _read_scales(kernel, scales, read.index, row)
+        _add(kernel, sums, kernel.parts_of_w - 1, accs, operands, by)
+        if more:
+            _start(kernel, mmas, accs, operands, 0, read.index)
     return read
 
 
 @cute.jit
-def _step_scales(kernel, scales, index, row):
-    """The factors of this lane's upper and lower row of sums, in the tile's first and last part."""
+def multiply_few_rows(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row):
+    """The steps of a kernel of few rows, whose products wait for loads: with the order of
+    multiply_steps, 16 rows took a third longer (H200). Here a step waits for the next one's data
+    while its own products are computed."""
+    operands = (*operands, 0)
+    ring.consumer_wait(read)
+    by = _factors(_read_scales(kernel, scales, read.index, row))
+    for step in cutlass.range(steps, unroll=1):
+        for part in cutlass.range_constexpr(kernel.parts_of_x):
+            _start(kernel, mmas, accs, operands, part, read.index)
+        now = by
+        if const_expr(kernel.parts_of_x == 2):
+            warpgroup.wait_group(1)
+            _add(kernel, sums, 0, accs, operands, now)
+        done = read.clone()
+        read.advance()
+        if step + 1 < steps:
+            ring.consumer_wait(read)
+            by = _factors(_read_scales(kernel, scales, read.index, row))
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        ring.consumer_release(done)
+        _add(kernel, sums, kernel.parts_of_x - 1, accs, operands, now)
+
+
+def _empty_barriers(kernel, ring, lane):
+    """The address of the first barrier that this lane arrives at: of the lane-th block."""
+    address = ring.sync_object_empty.get_barrier(0).toint()
+    if kernel.multicasts == 1:
+        return address
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        read_only_args=[Int32(address), cutlass.min(lane, kernel.multicasts - 1)],
+        write_only_types=[Int32],
+    )
+
+
+def _release(kernel, barrier, lane):
+    """A warp's arrival in each block that loads for this one."""
+    space = "cta" if kernel.multicasts == 1 else "cluster"
+    cute.arch.inline_ptx(
+        f"mbarrier.arrive.shared::{space}.b64 _, [{{$r0}}];",
+        read_only_args=[barrier],
+        predicate=lane < kernel.multicasts,
+    )
+
+
+@cute.jit
+def _start(kernel, mmas, accs, operands, part, index):
+    """Begins the products of a part of the tile, of one stage."""
+    rx, rw, _ = operands
+    of_x = kernel.parts_of_x * index + (part if kernel.parts_of_x == 2 else 0)
+    of_w = kernel.parts_of_w * index + (part if kernel.parts_of_w == 2 else 0)
+    start_products(mmas, accs[part], rx, rw, of_x, of_w)
+
+
+@cute.jit
+def _add(kernel, sums, part, accs, operands, by):
+    """Adds a part's products to its sums, scaled."""
+    acc = accs[part]
+    first = part * cute.size(acc)
+    if const_expr(kernel.parts_of_w == 2 or kernel.scales_of_w == 1):
+        add_scaled(sums, first, acc, by[2 * part : 2 * part + 2])
+    else:
+        # Columns from the second scale's first one on have that; tiles begin at multiples of a run.
+        run = math.gcd(kernel.tile_n, SCALE_BLOCK)
+        second = operands[2]
+        for at in cutlass.range_constexpr(0, kernel.tile_n, run):
+            upper, lower = by[0], by[1]
+            if at >= second:
+                upper, lower = by[2], by[3]
+            add_scaled(sums, first + at // 2, acc, (upper, lower), at // 2, run // 2)
+
+
+@cute.jit
+def _read_scales(kernel, scales, index, row):
+    """A stage's scales: of this lane's upper and lower row; of the rows 64 below where a warpgroup
+    has 128; the first of w and the last."""
     at = scales + index * stage_words(kernel.tile_m)
     of_w = at + kernel.tile_m
     first, upper, lower = of_w.load(), (at + row).load(), (at + (row + 8)).load()
     last, next_upper, next_lower = first, upper, lower
-    if const_expr(kernel.parts_of_w == 2):
+    if const_expr(kernel.scales_of_w == 2):
         last = (of_w + 1).load()
     if const_expr(kernel.parts_of_x == 2):
         next_upper, next_lower = (at + (row + 64)).load(), (at + (row + 72)).load()
+    return upper, lower, next_upper, next_lower, first, last
+
+
+def _factors(read_scales):
+    """Of this lane's upper and lower row of sums, by the tile's first scale of w and its last."""
+    upper, lower, next_upper, next_lower, first, last = read_scales
     return upper * first, lower * first, next_upper * last, next_lower * last
 
 

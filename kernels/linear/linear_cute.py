@@ -64,7 +64,12 @@ _GRADIENTS = {
 
 _FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 _FP8_LARGE = (_LARGE[2], _ALONE)
-_BLOCKS_LARGE = (_LARGE[0], (128, 128, False, 1, 6, 1))
+_BLOCKS_LARGE = (
+    _LARGE[0],
+    _LARGE[1],
+    (128, 192, False, 1, 5, 1),
+    (128, 128, False, 1, 6, 1),
+)
 
 _OF_BLOCKS = ("across", "activation")
 _SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
@@ -119,6 +124,7 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
     element = (_DTYPES | _FP8)[dtype][0]
     name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in _WITHOUT)
     name += f"_{tile_m}x{tile_n}" + "_pingpong" * pingpong
+    name += "_alone" * (kind == "blocks" and tile_n == 192 and cluster == 1)
     kernel = LinearAct(
         *(name, element, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages),
         kind,

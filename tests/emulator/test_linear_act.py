@@ -227,7 +227,13 @@ def block_scaled(m, n, k):
     return x, w, x_scale, w_scale, torch.randn(n, generator=generator).bfloat16(), *wide
 
 
-BLOCK_TILES = [(64, 64, True), (128, 64, True), (128, 128, False), (128, 256, False)]
+BLOCK_TILES = [
+    (64, 64, True),
+    (128, 64, True),
+    (128, 128, False),
+    (128, 192, False),
+    (128, 256, False),
+]
 
 
 @pytest.mark.parametrize("tile", BLOCK_TILES, ids=lambda t: f"{t[0]}x{t[1]}")
