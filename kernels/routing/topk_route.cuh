@@ -7,6 +7,7 @@
 
 #include "kernels/routing/moe_align.cuh"
 #include "kernels/routing/score_keys.cuh"
+#include "kernels/routing/sorting.cuh"
 #include "kernels/routing/topk_route_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -17,15 +18,34 @@ namespace tiercel {
 // The functions below are sequences of IEEE operations without contraction, which the reference
 // repeats: so a bias gives the same choice on every device.
 
-// a / b for a = 0 or a >= 2^-102 and b from 2^-67 to 2^67, correctly rounded: the operator's own
-// sequence without its branch for other numbers, which costs registers.
+// They take arrays and finish one step for all elements before the next one, so that the elements'
+// chains overlap: a warp alone waits 4 cycles and more for each result.
+
+// Calls step(i) for each of kCount elements.
+template <int kCount, typename Step>
+__device__ __forceinline__ void for_all(const Step& step) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) step(i);
+}
+
+// a = a / b for a = 0 or a >= 2^-102 and b from 2^-67 to 2^67, correctly rounded: the operator's
+// own sequence without its branch for other numbers, which costs registers.
+template <int kCount>
+__device__ __forceinline__ void divide(float (&a)[kCount], const float (&b)[kCount]) {
+  float y[kCount], q[kCount], t[kCount];
+  for_all<kCount>([&](int i) { asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y[i]) : "f"(b[i])); });
+  for_all<kCount>([&](int i) { t[i] = fmaf(-b[i], y[i], 1.0f); });
+  for_all<kCount>([&](int i) { y[i] = fmaf(t[i], y[i], y[i]); });
+  for_all<kCount>([&](int i) { q[i] = __fmul_rn(a[i], y[i]); });
+  for_all<kCount>([&](int i) { t[i] = fmaf(-b[i], q[i], a[i]); });
+  for_all<kCount>([&](int i) { q[i] = fmaf(t[i], y[i], q[i]); });
+  for_all<kCount>([&](int i) { t[i] = fmaf(-b[i], q[i], a[i]); });
+  for_all<kCount>([&](int i) { a[i] = fmaf(t[i], y[i], q[i]); });
+}
 __device__ __forceinline__ float divided(float a, float b) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
-  y = fmaf(fmaf(-b, y, 1.0f), y, y);
-  float q = __fmul_rn(a, y);
-  q = fmaf(fmaf(-b, q, a), y, q);
-  return fmaf(fmaf(-b, q, a), y, q);
+  float quotient[1] = {a};
+  divide(quotient, {b});
+  return quotient[0];
 }
 
 // The root of a number in the same range, likewise.
@@ -37,20 +57,34 @@ __device__ __forceinline__ float root(float a) {
   return a == 0.0f || a == __builtin_huge_valf() ? a : result;
 }
 
-// exp(x) for x <= 0, to 2 units in the last place; 0 below -69.
+// x = exp(x) for x <= 0, to 2 units in the last place; 0 below -69.
+template <int kCount>
+__device__ __forceinline__ void exp_of_negative(float (&x)[kCount]) {
+  constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                              1.6666665459e-1f, 5.0000001201e-1f};
+  float n[kCount], r[kCount], p[kCount];
+  for_all<kCount>([&](int i) { n[i] = rintf(__fmul_rn(x[i], 1.44269504f)); });
+  for_all<kCount>([&](int i) { r[i] = __fsub_rn(x[i], __fmul_rn(n[i], 0.693359375f)); });
+  for_all<kCount>([&](int i) { r[i] = __fsub_rn(r[i], __fmul_rn(n[i], -2.12194440e-4f)); });
+  for_all<kCount>([&](int i) { p[i] = 1.9875691500e-4f; });
+#pragma unroll
+  for (const float term : kTerms) {
+    for_all<kCount>([&](int i) { p[i] = __fmul_rn(p[i], r[i]); });
+    for_all<kCount>([&](int i) { p[i] = __fadd_rn(p[i], term); });
+  }
+  for_all<kCount>([&](int i) { p[i] = __fmul_rn(p[i], r[i]); });
+  for_all<kCount>([&](int i) { p[i] = __fmul_rn(p[i], r[i]); });
+  for_all<kCount>([&](int i) { p[i] = __fadd_rn(p[i], r[i]); });
+  for_all<kCount>([&](int i) { p[i] = __fadd_rn(p[i], 1.0f); });
+  for_all<kCount>([&](int i) {
+    p[i] = __fmul_rn(p[i], __int_as_float((__float2int_rn(n[i]) + 127) << 23));
+    x[i] = x[i] < -69.0f ? 0.0f : p[i];
+  });
+}
 __device__ __forceinline__ float exp_of_negative(float x) {
-  const float n = rintf(__fmul_rn(x, 1.44269504f));
-  float r = __fsub_rn(x, __fmul_rn(n, 0.693359375f));
-  r = __fsub_rn(r, __fmul_rn(n, -2.12194440e-4f));
-  float p = 1.9875691500e-4f;
-  p = __fadd_rn(__fmul_rn(p, r), 1.3981999507e-3f);
-  p = __fadd_rn(__fmul_rn(p, r), 8.3334519073e-3f);
-  p = __fadd_rn(__fmul_rn(p, r), 4.1665795894e-2f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.6666665459e-1f);
-  p = __fadd_rn(__fmul_rn(p, r), 5.0000001201e-1f);
-  p = __fadd_rn(__fadd_rn(__fmul_rn(__fmul_rn(p, r), r), r), 1.0f);
-  const float result = __fmul_rn(p, __int_as_float((__float2int_rn(n) + 127) << 23));
-  return x < -69.0f ? 0.0f : result;
+  float result[1] = {x};
+  exp_of_negative(result);
+  return result[0];
 }
 
 // log(1 + e) for e from 0 to 1.
@@ -69,10 +103,24 @@ __device__ __forceinline__ float log_of_one_and(float e) {
 }
 
 // sigmoid(x), or sqrt(softplus(x)).
+template <int kCount>
+__device__ __forceinline__ void activate(float (&x)[kCount], TopkScoring scoring) {
+  float e[kCount];
+  for_all<kCount>([&](int i) { e[i] = -fabsf(x[i]); });
+  exp_of_negative(e);
+  if (scoring == TopkScoring::kSigmoid) {
+    for_all<kCount>([&](int i) { x[i] = x[i] < 0.0f ? e[i] : 1.0f; });
+    for_all<kCount>([&](int i) { e[i] = __fadd_rn(e[i], 1.0f); });
+    divide(x, e);
+  } else {
+    for_all<kCount>(
+        [&](int i) { x[i] = root(__fadd_rn(x[i] < 0.0f ? 0.0f : x[i], log_of_one_and(e[i]))); });
+  }
+}
 __device__ __forceinline__ float activated(float x, TopkScoring scoring) {
-  const float e = exp_of_negative(-fabsf(x));
-  if (scoring == TopkScoring::kSigmoid) return divided(x < 0.0f ? e : 1.0f, __fadd_rn(e, 1.0f));
-  return root(__fadd_rn(x < 0.0f ? 0.0f : x, log_of_one_and(e)));
+  float score[1] = {x};
+  activate(score, scoring);
+  return score[0];
 }
 
 __device__ __forceinline__ float score_of_order(uint32_t ordered) {
@@ -125,7 +173,8 @@ __device__ __forceinline__ void load_lane(float (&x)[kPerLane], const TopkRouteA
   }
 }
 
-inline constexpr int kRouteChunk = 8;  // experts of a lane that are loaded at a time
+inline constexpr int kRouteChunk = 8;   // experts of a lane that are loaded at a time
+inline constexpr int kRouteGroups = 8;  // whose shuffles are in flight at a time
 
 __device__ __forceinline__ void load_bias(float (&bias)[kRouteChunk], const TopkRouteArgs& args,
                                           int first, int count) {
@@ -179,9 +228,21 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
                                             const TopkRouteArgs& args, int group) {
   uint32_t largest = 0, second = 0;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    second = max(second, min(largest, ordered[i]));
-    largest = max(largest, ordered[i]);
+  for (int chunk = 0; chunk < kPerLane; chunk += kRouteChunk) {
+    // A tournament: its chain is a third of that of one comparison after the other.
+    uint32_t high[kRouteChunk], low[kRouteChunk];
+#pragma unroll
+    for (int i = 0; i < kRouteChunk; ++i) high[i] = ordered[chunk + i], low[i] = 0;
+#pragma unroll
+    for (int half = kRouteChunk / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        low[i] = max(max(low[i], low[i + half]), min(high[i], high[i + half]));
+        high[i] = max(high[i], high[i + half]);
+      }
+    }
+    second = max(max(second, low[0]), min(largest, high[0]));
+    largest = max(largest, high[0]);
   }
   for (int offset = 1; offset < args.lanes_per_group; offset *= 2) {
     const uint32_t other = __shfl_xor_sync(kFullWarp, largest, offset);
@@ -194,9 +255,18 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
     score = order_float(__fadd_rn(score_of_order(largest), score_of_order(second)));
   }
   int better = 0;
-  for (int g = 0; g < args.groups; ++g) {
-    const uint32_t other = __shfl_sync(kFullWarp, score, g * args.lanes_per_group);
-    better += other > score || (other == score && g < group) ? 1 : 0;
+  for (int begin = 0; begin < args.groups; begin += kRouteGroups) {
+    uint32_t others[kRouteGroups];
+#pragma unroll
+    for (int i = 0; i < kRouteGroups; ++i) {
+      others[i] = __shfl_sync(kFullWarp, score, (begin + i) * args.lanes_per_group);
+    }
+#pragma unroll
+    for (int i = 0; i < kRouteGroups; ++i) {
+      const int g = begin + i;
+      const bool ahead = others[i] > score || (others[i] == score && g < group);
+      better += g < args.groups && ahead ? 1 : 0;
+    }
   }
   if (better >= args.kept_groups) {
 #pragma unroll
@@ -204,13 +274,86 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
   }
 }
 
-// Processes one row by a warp, from load to store. Lane l < k + shared gets the l-th index. Lanes
-// hold neighbouring experts, in order, so that of equal ones the first lane's first is the first.
+// The k rounds over exact keys. Lane r gets the index of round r, the others 0. Lanes hold
+// neighbouring experts, in order, so that of equal ones the first lane's first is the first.
+template <int kPerLane>
+__device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int k, int first) {
+  const int lane = threadIdx.x % 32;
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) most = max(most, ordered[i]);
+  int chosen = 0;
+#pragma unroll 1
+  for (int round = 0; round < k; ++round) {
+    const uint32_t best = warp_max(most);
+    const int owner = __ffs(__ballot_sync(kFullWarp, most == best)) - 1;
+    int index = 0;
+    if (lane == owner) {
+      int slot = 0;
+#pragma unroll
+      for (int i = kPerLane - 1; i >= 0; --i) slot = ordered[i] == best ? i : slot;
+      most = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        ordered[i] = i == slot ? 0 : ordered[i];
+        most = max(most, ordered[i]);
+      }
+      index = first + slot;
+    }
+    index = __shfl_sync(kFullWarp, index, owner);
+    chosen = lane == round ? index : chosen;
+  }
+  return chosen;
+}
+
+// The same with keys that each lane sorts first, so that a round is a maximum over the warp and
+// the owner's step to its next key. The slot's complement replaces the lowest bits of a key: where
+// these could matter, because keys agree in all others, `known` is false. 16-bit scores as such
+// leave room for the whole place, and are always known.
+template <int kPerLane>
+__device__ __forceinline__ int select_sorted(const uint32_t (&ordered)[kPerLane], int k, int first,
+                                             bool short_scores, bool& known) {
+  constexpr uint32_t kSlots = kPerLane - 1;
+  const int lane = threadIdx.x % 32;
+  constexpr uint32_t kSpare = 0x1fff;  // bits that 16-bit scores lack as float32
+  const uint32_t kept = short_scores ? ~kSpare : ~kSlots;
+  const uint32_t place = short_scores ? kSpare - lane * kPerLane : kSlots;
+  const uint32_t compared = short_scores ? 0xffffffffu : ~kSlots;
+  uint32_t keys[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    keys[i] = ordered[i] != 0 ? (ordered[i] & kept) | (place - i) : 0;
+  }
+  sort_descending(keys);
+
+  uint32_t previous = 0, chosen = 0;
+  unsigned owners = 0;
+  known = true;
+#pragma unroll 4
+  for (int round = 0; round < kTopkRouteMaxColumns; ++round) {
+    if (round >= k) break;
+    const uint32_t best = warp_max(keys[0]);
+    const bool mine = keys[0] == best;
+    const unsigned having = __ballot_sync(kFullWarp, mine);
+#pragma unroll
+    for (int i = 0; i + 1 < kPerLane; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
+    keys[kPerLane - 1] = mine ? 0 : keys[kPerLane - 1];
+    known = known && ((best ^ previous) & compared) != 0 && (having & (having - 1)) == 0;
+    chosen = lane == round ? best : chosen;
+    owners = lane == round ? having : owners;
+    previous = best;
+  }
+  known = known && ((warp_max(keys[0]) ^ previous) & compared) != 0;
+  const int from = __shfl_sync(kFullWarp, first, __ffs(owners) - 1);
+  return owners != 0 ? from + static_cast<int>(kSlots - (chosen & kSlots)) : 0;
+}
+
+// Processes one row by a warp, from load to store. Lane l < k + shared gets the l-th index.
 template <typename Keys, int kPerLane>
 __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int64_t row) {
   const int lane = threadIdx.x % 32;
-  const int group = lane / args.lanes_per_group;
-  const int begin = lane % args.lanes_per_group * args.per_lane;
+  const int group = lane >> args.lane_shift;
+  const int begin = (lane & (args.lanes_per_group - 1)) * args.per_lane;
   const int first = group * args.group + begin;
   const int count = group < args.groups ? min(args.per_lane, args.group - begin) : 0;
   const char* data = static_cast<const char*>(args.scores) + row * args.row_stride;
@@ -244,45 +387,39 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
 
   uint32_t ordered[kPerLane];
   scores.each_chunk([&](int chunk, const float (&x)[kRouteChunk]) {
-    float bias[kRouteChunk];
-    if (args.bias != nullptr) load_bias(bias, args, first + chunk, count - chunk);
+    float by[kRouteChunk];
+#pragma unroll
+    for (int i = 0; i < kRouteChunk; ++i) by[i] = x[i];
+    if (args.bias != nullptr) {
+      float bias[kRouteChunk];
+      load_bias(bias, args, first + chunk, count - chunk);
+      if (softmax) {
+        for_all<kRouteChunk>(
+            [&](int i) { by[i] = divided(exp_of_negative(__fsub_rn(by[i], largest)), sum); });
+      } else {
+        constexpr int kTogether = kPerLane <= 16 ? kRouteChunk : 2;  // with the registers left
+#pragma unroll
+        for (int begin = 0; begin < kRouteChunk; begin += kTogether) {
+          activate(*reinterpret_cast<float (*)[kTogether]>(by + begin), args.scoring);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRouteChunk; ++i) by[i] = __fadd_rn(by[i], bias[i]);
+    }
 #pragma unroll
     for (int i = 0; i < kRouteChunk; ++i) {
-      float by = x[i];
-      if (args.bias != nullptr) {
-        const float score = softmax ? divided(exp_of_negative(__fsub_rn(by, largest)), sum)
-                                    : activated(by, args.scoring);
-        by = __fadd_rn(score, bias[i]);
-      }
-      ordered[chunk + i] = chunk + i < count ? order_float(by) : 0;
+      ordered[chunk + i] = chunk + i < count ? order_float(by[i]) : 0;
     }
   });
   if (args.kept_groups < args.groups) drop_groups(ordered, args, group);
 
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) most = max(most, ordered[i]);
-  int chosen = 0;
-#pragma unroll 1
-  for (int round = 0; round < args.k; ++round) {
-    const uint32_t best = warp_max(most);
-    const int owner = __ffs(__ballot_sync(kFullWarp, most == best)) - 1;
-    int index = 0;
-    if (lane == owner) {
-      int slot = 0;
-#pragma unroll
-      for (int i = kPerLane - 1; i >= 0; --i) slot = ordered[i] == best ? i : slot;
-      most = 0;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        ordered[i] = i == slot ? 0 : ordered[i];
-        most = max(most, ordered[i]);
-      }
-      index = first + slot;
-    }
-    index = __shfl_sync(kFullWarp, index, owner);
-    chosen = lane == round ? index : chosen;
+  int chosen;
+  bool known = false;
+  if constexpr (kPerLane <= 16) {
+    const bool short_scores = Keys::kBytes == 2 && args.bias == nullptr;
+    chosen = select_sorted(ordered, args.k, first, short_scores, known);
   }
+  if (!known) chosen = select_exactly(ordered, args.k, first);
 
   const bool real = lane < args.k;
   float score = -__builtin_huge_valf();
@@ -302,7 +439,9 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
     weight = activated(score, args.scoring);
     if (args.renormalize) {
       // The summand, as in DeepSeek's models, gives rows of zeros the weights 0.
-      sum = __fadd_rn(lanes_reduce<32>(real ? weight : 0.0f, Sum()), 1e-20f);
+      const float own = real ? weight : 0.0f;  // of 0 from lane 8 on, mostly
+      sum = args.k <= 8 ? lanes_reduce<8>(own, Sum()) : lanes_reduce<32>(own, Sum());
+      sum = __fadd_rn(sum, 1e-20f);
       weight = sum == __builtin_huge_valf() ? __fmul_rn(weight, 0.0f) : divided(weight, sum);
     }
   }
