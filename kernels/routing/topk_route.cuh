@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/routing/moe_align.cuh"
+#include "kernels/routing/route_scores.cuh"
 #include "kernels/routing/score_keys.cuh"
 #include "kernels/routing/sorting.cuh"
 #include "kernels/routing/topk_route_kernels.h"
@@ -14,114 +15,6 @@
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
-
-// The functions below are sequences of IEEE operations without contraction, which the reference
-// repeats: so a bias gives the same choice on every device.
-
-// They take arrays and finish one step for all elements before the next one, so that the elements'
-// chains overlap: a warp alone waits 4 cycles and more for each result.
-
-// Calls step(i) for each of kCount elements.
-template <int kCount, typename Step>
-__device__ __forceinline__ void for_all(const Step& step) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) step(i);
-}
-
-// a = a / b for a = 0 or a >= 2^-102 and b from 2^-67 to 2^67, correctly rounded: the operator's
-// own sequence without its branch for other numbers, which costs registers.
-template <int kCount>
-__device__ __forceinline__ void divide(float (&a)[kCount], const float (&b)[kCount]) {
-  float y[kCount], q[kCount], t[kCount];
-  for_all<kCount>([&](int i) { asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y[i]) : "f"(b[i])); });
-  for_all<kCount>([&](int i) { t[i] = fmaf(-b[i], y[i], 1.0f); });
-  for_all<kCount>([&](int i) { y[i] = fmaf(t[i], y[i], y[i]); });
-  for_all<kCount>([&](int i) { q[i] = __fmul_rn(a[i], y[i]); });
-  for_all<kCount>([&](int i) { t[i] = fmaf(-b[i], q[i], a[i]); });
-  for_all<kCount>([&](int i) { q[i] = fmaf(t[i], y[i], q[i]); });
-  for_all<kCount>([&](int i) { t[i] = fmaf(-b[i], q[i], a[i]); });
-  for_all<kCount>([&](int i) { a[i] = fmaf(t[i], y[i], q[i]); });
-}
-__device__ __forceinline__ float divided(float a, float b) {
-  float quotient[1] = {a};
-  divide(quotient, {b});
-  return quotient[0];
-}
-
-// The root of a number in the same range, likewise.
-__device__ __forceinline__ float root(float a) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
-  const float s = __fmul_rn(a, y);
-  const float result = fmaf(fmaf(-s, s, a), __fmul_rn(y, 0.5f), s);
-  return a == 0.0f || a == __builtin_huge_valf() ? a : result;
-}
-
-// x = exp(x) for x <= 0, to 2 units in the last place; 0 below -69.
-template <int kCount>
-__device__ __forceinline__ void exp_of_negative(float (&x)[kCount]) {
-  constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
-                              1.6666665459e-1f, 5.0000001201e-1f};
-  float n[kCount], r[kCount], p[kCount];
-  for_all<kCount>([&](int i) { n[i] = rintf(__fmul_rn(x[i], 1.44269504f)); });
-  for_all<kCount>([&](int i) { r[i] = __fsub_rn(x[i], __fmul_rn(n[i], 0.693359375f)); });
-  for_all<kCount>([&](int i) { r[i] = __fsub_rn(r[i], __fmul_rn(n[i], -2.12194440e-4f)); });
-  for_all<kCount>([&](int i) { p[i] = 1.9875691500e-4f; });
-#pragma unroll
-  for (const float term : kTerms) {
-    for_all<kCount>([&](int i) { p[i] = __fmul_rn(p[i], r[i]); });
-    for_all<kCount>([&](int i) { p[i] = __fadd_rn(p[i], term); });
-  }
-  for_all<kCount>([&](int i) { p[i] = __fmul_rn(p[i], r[i]); });
-  for_all<kCount>([&](int i) { p[i] = __fmul_rn(p[i], r[i]); });
-  for_all<kCount>([&](int i) { p[i] = __fadd_rn(p[i], r[i]); });
-  for_all<kCount>([&](int i) { p[i] = __fadd_rn(p[i], 1.0f); });
-  for_all<kCount>([&](int i) {
-    p[i] = __fmul_rn(p[i], __int_as_float((__float2int_rn(n[i]) + 127) << 23));
-    x[i] = x[i] < -69.0f ? 0.0f : p[i];
-  });
-}
-__device__ __forceinline__ float exp_of_negative(float x) {
-  float result[1] = {x};
-  exp_of_negative(result);
-  return result[0];
-}
-
-// log(1 + e) for e from 0 to 1.
-__device__ __forceinline__ float log_of_one_and(float e) {
-  const float z = divided(e, __fadd_rn(e, 2.0f));
-  const float s = __fmul_rn(z, z);
-  float p = 1.0f / 15;
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 13);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 11);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 9);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 7);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 5);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 3);
-  const float twice = __fadd_rn(z, z);
-  return __fadd_rn(__fmul_rn(__fmul_rn(twice, s), p), twice);
-}
-
-// sigmoid(x), or sqrt(softplus(x)).
-template <int kCount>
-__device__ __forceinline__ void activate(float (&x)[kCount], TopkScoring scoring) {
-  float e[kCount];
-  for_all<kCount>([&](int i) { e[i] = -fabsf(x[i]); });
-  exp_of_negative(e);
-  if (scoring == TopkScoring::kSigmoid) {
-    for_all<kCount>([&](int i) { x[i] = x[i] < 0.0f ? e[i] : 1.0f; });
-    for_all<kCount>([&](int i) { e[i] = __fadd_rn(e[i], 1.0f); });
-    divide(x, e);
-  } else {
-    for_all<kCount>(
-        [&](int i) { x[i] = root(__fadd_rn(x[i] < 0.0f ? 0.0f : x[i], log_of_one_and(e[i]))); });
-  }
-}
-__device__ __forceinline__ float activated(float x, TopkScoring scoring) {
-  float score[1] = {x};
-  activate(score, scoring);
-  return score[0];
-}
 
 __device__ __forceinline__ float score_of_order(uint32_t ordered) {
   return __uint_as_float(ordered ^ (ordered & 0x80000000u ? 0x80000000u : 0xffffffffu));
@@ -176,10 +69,11 @@ __device__ __forceinline__ void load_lane(float (&x)[kPerLane], const TopkRouteA
 inline constexpr int kRouteChunk = 8;   // experts of a lane that are loaded at a time
 inline constexpr int kRouteGroups = 8;  // whose shuffles are in flight at a time
 
-__device__ __forceinline__ void load_bias(float (&bias)[kRouteChunk], const TopkRouteArgs& args,
+template <int kCount>
+__device__ __forceinline__ void load_bias(float (&bias)[kCount], const TopkRouteArgs& args,
                                           int first, int count) {
 #pragma unroll
-  for (int i = 0; i < kRouteChunk; i += 4) {
+  for (int i = 0; i < kCount; i += 4) {
     if (args.bias_vectors) {
       float4 some = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (i < count) some = *reinterpret_cast<const float4*>(args.bias + first + i);
@@ -358,7 +252,11 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
   const int count = group < args.groups ? min(args.per_lane, args.group - begin) : 0;
   const char* data = static_cast<const char*>(args.scores) + row * args.row_stride;
 
-  RouteScores<Keys, kPerLane> scores{args, data, first, count, {}};
+  using Scores = RouteScores<Keys, kPerLane>;
+  Scores scores{args, data, first, count, {}};
+  float biases[Scores::kHeld ? kPerLane : kRouteChunk];
+  // First, so that both loads are in flight before either is used.
+  if (Scores::kHeld && args.bias != nullptr) load_bias(biases, args, first, count);
   scores.load();
 
   float largest = 0.0f, sum = 0.0f;
@@ -391,8 +289,7 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
 #pragma unroll
     for (int i = 0; i < kRouteChunk; ++i) by[i] = x[i];
     if (args.bias != nullptr) {
-      float bias[kRouteChunk];
-      load_bias(bias, args, first + chunk, count - chunk);
+      if constexpr (!Scores::kHeld) load_bias(biases, args, first + chunk, count - chunk);
       if (softmax) {
         for_all<kRouteChunk>(
             [&](int i) { by[i] = divided(exp_of_negative(__fsub_rn(by[i], largest)), sum); });
@@ -404,7 +301,9 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
         }
       }
 #pragma unroll
-      for (int i = 0; i < kRouteChunk; ++i) by[i] = __fadd_rn(by[i], bias[i]);
+      for (int i = 0; i < kRouteChunk; ++i) {
+        by[i] = __fadd_rn(by[i], biases[Scores::kHeld ? chunk + i : i]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kRouteChunk; ++i) {
