@@ -61,7 +61,7 @@ __device__ __forceinline__ void each_of_warp(const Part& part, const Take& take)
   }
 }
 
-__global__ void __launch_bounds__(kTopKThreads, 2) top_k(const __grid_constant__ TopKArgs args) {
+__global__ void __launch_bounds__(kTopKThreads, 3) top_k(const __grid_constant__ TopKArgs args) {
   extern __shared__ __align__(16) unsigned char memory[];
   TopKState& shared = *reinterpret_cast<TopKState*>(memory);
   const uint32_t blocks = cluster_blocks(), rank = cluster_rank();

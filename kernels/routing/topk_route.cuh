@@ -168,10 +168,11 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
   }
 }
 
-// The k rounds over exact keys. Lane r gets the index of round r, the others 0. Lanes hold
-// neighbouring experts, in order, so that of equal ones the first lane's first is the first.
+// The k rounds over exact keys. Lane r gets the place of round r's expert, the lane * kPerLane +
+// its slot, the others 0. Lanes hold neighbouring experts, in order, so that of equal ones the
+// first lane's first is the first.
 template <int kPerLane>
-__device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int k, int first) {
+__device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int k) {
   const int lane = threadIdx.x % 32;
   uint32_t most = 0;
 #pragma unroll
@@ -181,9 +182,8 @@ __device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int
   for (int round = 0; round < k; ++round) {
     const uint32_t best = warp_max(most);
     const int owner = __ffs(__ballot_sync(kFullWarp, most == best)) - 1;
-    int index = 0;
+    int slot = 0;
     if (lane == owner) {
-      int slot = 0;
 #pragma unroll
       for (int i = kPerLane - 1; i >= 0; --i) slot = ordered[i] == best ? i : slot;
       most = 0;
@@ -192,10 +192,9 @@ __device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int
         ordered[i] = i == slot ? 0 : ordered[i];
         most = max(most, ordered[i]);
       }
-      index = first + slot;
     }
-    index = __shfl_sync(kFullWarp, index, owner);
-    chosen = lane == round ? index : chosen;
+    const int place = __shfl_sync(kFullWarp, lane * kPerLane + slot, owner);
+    chosen = lane == round ? place : chosen;
   }
   return chosen;
 }
@@ -205,7 +204,7 @@ __device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int
 // these could matter, because keys agree in all others, `known` is false. 16-bit scores as such
 // leave room for the whole place, and are always known.
 template <int kPerLane>
-__device__ __forceinline__ int select_sorted(const uint32_t (&ordered)[kPerLane], int k, int first,
+__device__ __forceinline__ int select_sorted(const uint32_t (&ordered)[kPerLane], int k,
                                              bool short_scores, bool& known) {
   constexpr uint32_t kSlots = kPerLane - 1;
   const int lane = threadIdx.x % 32;
@@ -238,13 +237,23 @@ __device__ __forceinline__ int select_sorted(const uint32_t (&ordered)[kPerLane]
     previous = best;
   }
   known = known && ((warp_max(keys[0]) ^ previous) & compared) != 0;
-  const int from = __shfl_sync(kFullWarp, first, __ffs(owners) - 1);
-  return owners != 0 ? from + static_cast<int>(kSlots - (chosen & kSlots)) : 0;
+  return owners != 0 ? (__ffs(owners) - 1) * kPerLane + (~chosen & kSlots) : 0;
 }
+
+// A warp's scores without bias, from which those of the chosen become weights.
+template <int kPerLane>
+struct ScoreMemory {
+  static constexpr int kSlots = kPerLane <= 16 ? kPerLane : 1;  // more are computed again
+
+  float scores[kSlots][32];
+
+  __device__ __forceinline__ float& at(int slot, int lane) { return scores[slot % kSlots][lane]; }
+};
 
 // Processes one row by a warp, from load to store. Lane l < k + shared gets the l-th index.
 template <typename Keys, int kPerLane>
-__device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int64_t row) {
+__device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int64_t row,
+                                                 ScoreMemory<kPerLane>& memory) {
   const int lane = threadIdx.x % 32;
   const int group = lane >> args.lane_shift;
   const int begin = (lane & (args.lanes_per_group - 1)) * args.per_lane;
@@ -300,6 +309,10 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
           activate(*reinterpret_cast<float (*)[kTogether]>(by + begin), args.scoring);
         }
       }
+      if constexpr (Scores::kHeld) {
+#pragma unroll
+        for (int i = 0; i < kRouteChunk; ++i) memory.at(chunk + i, lane) = by[i];
+      }
 #pragma unroll
       for (int i = 0; i < kRouteChunk; ++i) {
         by[i] = __fadd_rn(by[i], biases[Scores::kHeld ? chunk + i : i]);
@@ -312,17 +325,21 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
   });
   if (args.kept_groups < args.groups) drop_groups(ordered, args, group);
 
-  int chosen;
+  int chosen_place;
   bool known = false;
-  if constexpr (kPerLane <= 16) {
+  if constexpr (Scores::kHeld) {
     const bool short_scores = Keys::kBytes == 2 && args.bias == nullptr;
-    chosen = select_sorted(ordered, args.k, first, short_scores, known);
+    chosen_place = select_sorted(ordered, args.k, short_scores, known);
   }
-  if (!known) chosen = select_exactly(ordered, args.k, first);
+  if (!known) chosen_place = select_exactly(ordered, args.k);
+  const int owner = chosen_place / kPerLane, slot = chosen_place % kPerLane;
+  int chosen = __shfl_sync(kFullWarp, first, owner) + slot;
 
+  __syncwarp();  // scores in memory are visible
   const bool real = lane < args.k;
+  const bool scored = Scores::kHeld && !softmax && args.bias != nullptr;
   float score = -__builtin_huge_valf();
-  if (real) {  // read again, from L1
+  if (real && !scored) {  // read again, from L1
     const char* address = data + chosen * args.inner_stride;
     const uint32_t bits = Keys::kBytes == 4 ? *reinterpret_cast<const uint32_t*>(address)
                                             : *reinterpret_cast<const uint16_t*>(address);
@@ -335,7 +352,7 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
     if (!args.all_scores) sum = lanes_reduce<32>(real ? weight : 0.0f, Sum());
     weight = divided(weight, sum);
   } else {
-    weight = activated(score, args.scoring);
+    weight = scored ? memory.at(slot, owner) : activated(score, args.scoring);
     if (args.renormalize) {
       // The summand, as in DeepSeek's models, gives rows of zeros the weights 0.
       const float own = real ? weight : 0.0f;  // of 0 from lane 8 on, mostly
