@@ -87,8 +87,8 @@ Status prepare(const TopKCall& call, int multiprocessors, TopKArgs* args, TopKPl
   args->columns = static_cast<int>(columns);
   args->vectors = reinterpret_cast<uintptr_t>(logits.data) % 16 == 0 && stride % 4 == 0;
   int count = 0;
-  int blocks =
-      blocks_of(rows, columns, multiprocessors * 3 / 2, kTopKSampledPart, kTopKLeastSampled);
+  // Blocks of a row cost the sampled kernel more than they gain.
+  int blocks = blocks_of(rows, columns, 0, kTopKSampledPart, kTopKSampledPart);
   const int64_t part = part_of(columns, blocks);
   const bool sampled = args->vectors && part >= kTopKLeastSampled && part <= kTopKSampledPart &&
                        can_sample(columns, k);

@@ -2,12 +2,11 @@
 // top_k_indices: where the k largest elements of each row are, exactly, ties by the lowest index.
 //
 // A cluster has a row, each of its blocks an equal part, which it reads once, keeps in shared
-// memory as integers of the same order and counts by their upper 11 bits. Every block adds the
-// counts of all up, finds the digit that the k-th largest has, and counts the next digit of what
-// has that one; after three digits the k-th largest is known, or earlier, if what is left is just
-// enough. Then each warp counts what it has above it and equal to it, and knows from the counts of
-// others where its own go: indices ascend. Parts that are too long for shared memory are read again
-// each time.
+// memory as integers of the same order and counts by a first digit. Every block adds the counts of
+// all up, finds the digit that the k-th largest has, and counts the next digit, of 11 bits, of what
+// has that one, until the k-th largest is known, or earlier, if what is left is just enough. Then
+// each warp counts what it has above it and equal to it, and knows from the counts of others where
+// its own go: indices ascend. Parts that are too long for shared memory are read again each time.
 #include <cstdint>
 
 #include "kernels/mla/top_k.cuh"
@@ -37,7 +36,7 @@ __device__ __forceinline__ void read_part(const Part& part, uint32_t* bins, bool
   const auto take = [&](int at, float x) {
     const uint32_t key = top_k_key(x);
     if (part.keys != nullptr) part.keys[at] = key;
-    if (key != 0) top_k_count(bins, key >> top_k_shift(0));
+    if (key != 0) top_k_count(bins, top_k_first_digit(key));
   };
   const int whole = vectors ? part.length / 4 * 4 : 0;
 #pragma unroll 4
@@ -61,7 +60,7 @@ __device__ __forceinline__ void each_of_warp(const Part& part, const Take& take)
   }
 }
 
-__global__ void __launch_bounds__(kTopKThreads, 3) top_k(const __grid_constant__ TopKArgs args) {
+__global__ void __launch_bounds__(kTopKThreads, 2) top_k(const __grid_constant__ TopKArgs args) {
   extern __shared__ __align__(16) unsigned char memory[];
   TopKState& shared = *reinterpret_cast<TopKState*>(memory);
   const uint32_t blocks = cluster_blocks(), rank = cluster_rank();

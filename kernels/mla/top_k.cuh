@@ -20,9 +20,41 @@ __device__ __forceinline__ uint32_t top_k_key(float x) {
   return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
 }
 
-// Bits below a round's digit, of 11, 11 and 10 bits.
-__device__ __forceinline__ int top_k_shift(int round) {
-  return round == 0 ? 21 : round == 1 ? 10 : 0;
+// Keys from `lowest` to `lowest` + `span`: those with the digits so far.
+struct TopKRange {
+  uint32_t lowest;
+  uint32_t span;
+
+  __device__ __forceinline__ bool has(uint32_t key) const { return key - lowest <= span; }
+  // Bits below the next digit, of up to 11 bits.
+  __device__ __forceinline__ int shift() const { return max(21 - __clz(span), 0); }
+  __device__ __forceinline__ TopKRange of(uint32_t digit) const {
+    const uint32_t offset = digit << shift();
+    return {lowest + offset, min(span - offset, (1u << shift()) - 1)};
+  }
+};
+
+// The first digit has 32 values for each power of 2 from 2^-16 to 2^16 of either sign, so that
+// usual numbers spread over many bins. Smaller and larger ones have the nearest value.
+inline constexpr uint32_t kTopKLeast = 0x37800000;  // the bits of 2^-16
+inline constexpr int kTopKFine = 18;                // bits below the digit
+inline constexpr uint32_t kTopKHalf = kTopKBins / 2;
+
+__device__ __forceinline__ uint32_t top_k_first_digit(uint32_t key) {
+  const bool negative = key >> 31 == 0;
+  const int magnitude = static_cast<int>(key ^ (negative ? 0x7fffffffu : 0x80000000u));
+  const int place = min(max((magnitude - static_cast<int>(kTopKLeast)) >> kTopKFine, 0),
+                        static_cast<int>(kTopKHalf) - 1);
+  return place ^ (negative ? kTopKHalf - 1 : kTopKHalf);
+}
+
+__device__ __forceinline__ TopKRange top_k_first_range(uint32_t digit) {
+  const bool negative = digit < kTopKHalf;
+  const uint32_t place = digit ^ (negative ? kTopKHalf - 1 : kTopKHalf);
+  const uint32_t low = place == 0 ? 0 : kTopKLeast + (place << kTopKFine);
+  const uint32_t high =
+      place == kTopKHalf - 1 ? 0x7fffffffu : kTopKLeast + ((place + 1) << kTopKFine) - 1;
+  return {negative ? 0x7fffffffu - high : 0x80000000u + low, high - low};
 }
 
 // Reads from block `rank`'s shared memory, at the offset that `local` has in this block's.
@@ -58,6 +90,7 @@ struct TopKState {
   uint32_t totals[2];             // of the block: above the k-th largest, equal to it
   uint32_t warps[kTopKWarps][2];
   uint32_t found[3];  // digit, what lies above it, what has it
+  int first;          // element of the row that the block has, out of registers
 };
 static_assert(sizeof(TopKState) <= kTopKStateBytes);
 
@@ -166,23 +199,22 @@ struct TopKth {
 template <typename Each>
 __device__ __forceinline__ TopKth find_kth(TopKState& shared, int turn, uint32_t k, uint32_t blocks,
                                            uint3 found, const Each& each) {
-  constexpr int kRounds = 3;
   TopKth kth{0, k, true};
-  for (int round = 0; found.z != 0; ++round) {  // 0: fewer than k
-    kth.prefix |= found.x << top_k_shift(round);
+  if (found.z == 0) return kth;  // fewer than k
+  TopKRange range = top_k_first_range(found.x);
+  for (;; ++turn) {
     kth.wanted -= found.y;
     kth.all = kth.wanted == found.z;
-    if (kth.all || round == kRounds - 1) break;
-    const int upper = top_k_shift(round), lower = top_k_shift(round + 1);
+    if (kth.all || range.span == 0) break;
     uint32_t* const bins = shared.counts[turn % 2];
+    const int shift = range.shift();
     each([&](uint32_t key) {
-      if (key != 0 && key >> upper == kth.prefix >> upper) {
-        top_k_count(bins, key >> lower & ((1u << (upper - lower)) - 1));
-      }
+      if (key != 0 && range.has(key)) top_k_count(bins, (key - range.lowest) >> shift);
     });
     found = top_k_round(shared, turn, kth.wanted, blocks);
-    ++turn;
+    range = range.of(found.x);
   }
+  kth.prefix = range.lowest;
   return kth;
 }
 
@@ -197,15 +229,11 @@ __device__ __forceinline__ TopKTotals top_k_totals(const TopKState& shared, uint
                                                    uint32_t blocks) {
   TopKTotals totals{0, 0, 0, 0};
   const uint32_t local = shared_address(shared.totals);
-  uint2 other[kTopKMostBlocks];
-#pragma unroll
-  for (int block = 0; block < kTopKMostBlocks; ++block) {
-    other[block] = block < blocks ? cluster_load_pair(local, block) : make_uint2(0, 0);
-  }
-#pragma unroll
-  for (int block = 0; block < kTopKMostBlocks; ++block) {
-    if (block < rank) totals.above += other[block].x, totals.equal += other[block].y;
-    totals.all_above += other[block].x, totals.all_equal += other[block].y;
+#pragma unroll 1
+  for (uint32_t block = 0; block < blocks; ++block) {
+    const uint2 other = cluster_load_pair(local, block);
+    if (block < rank) totals.above += other.x, totals.equal += other.y;
+    totals.all_above += other.x, totals.all_equal += other.y;
   }
   return totals;
 }

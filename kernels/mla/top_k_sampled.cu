@@ -2,7 +2,7 @@
 // top_k_indices of long rows, of which few elements are chosen: most are compared once and dropped.
 //
 // A cluster has a row, each of its blocks an equal part. An eighth of it, spread evenly, is counted
-// by its upper bits, and from these counts follows a bound that, by a wide margin, somewhat more
+// by a first digit, and from these counts follows a bound that, by a wide margin, somewhat more
 // than k elements of the row reach. Then the part is read once: each warp appends what reaches the
 // bound to a list in shared memory. The k-th largest is found among the lists, as in top_k.cu. If
 // fewer than k reached the bound, or more than there is room for, the rounds read the row again
@@ -26,7 +26,7 @@ namespace {
 constexpr int kListed = kTopKListed / kTopKWarps;  // of a warp
 constexpr int kInFlight = 4;                       // 16-byte loads of a thread
 constexpr int kBitWords = kTopKSampledPart / 32;
-// Every kTopKSampling-th pair of vectors is sampled: 32 bytes, a sector.
+// Every kTopKSampling-th vector is sampled: scattered, because neighbours may be alike.
 constexpr int kSampledVectors = kTopKSampledPart / 4 / kTopKSampling / kTopKThreads;
 static_assert(kTopKSampledPart / kTopKSampling * sizeof(float) <= kTopKListed * sizeof(uint2));
 // Bits of what lies above the k-th largest and what equals it, in place of the counts.
@@ -35,7 +35,6 @@ static_assert(kBitWords == 4 * kTopKThreads);
 
 struct Part {
   const float* row;  // from the part's first element, at a multiple of 16 bytes
-  int first;         // of the row
   int length;
 
   __device__ __forceinline__ int vectors() const { return length / 4; }
@@ -49,10 +48,15 @@ struct Part {
 // Calls take(key, place) for all elements of the part, read again.
 template <typename Take>
 __device__ __forceinline__ void each_of_part(const Part& part, const Take& take) {
+  const int vectors = part.vectors(), thread = threadIdx.x;
 #pragma unroll 1
-  for (int at = threadIdx.x; at < part.length; at += kTopKThreads) {
-    take(top_k_key(part.row[at]), at);
+  for (int at = thread; at < vectors; at += kTopKThreads) {
+    const float4 x = part.vector(at);
+    take(top_k_key(x.x), at * 4), take(top_k_key(x.y), at * 4 + 1);
+    take(top_k_key(x.z), at * 4 + 2), take(top_k_key(x.w), at * 4 + 3);
   }
+  const int last = vectors * 4 + thread;
+  if (last < part.length) take(top_k_key(part.row[last]), last);
 }
 
 // A bound that more than k elements of the row should reach: k / 8 of the sample do, and 8 standard
@@ -65,7 +69,7 @@ __device__ __forceinline__ uint32_t sampled_bound(TopKState& shared, float4* sam
 #pragma unroll
   for (int i = 0; i < kSampledVectors; ++i) {
     const int unit = i * kTopKThreads + threadIdx.x;
-    x[i] = part.vector(unit / 2 * 2 * kTopKSampling + unit % 2);
+    x[i] = part.vector(unit * kTopKSampling);
   }
 #pragma unroll
   for (int i = 0; i < kSampledVectors; ++i) sample[i * kTopKThreads + threadIdx.x] = x[i];
@@ -77,25 +81,26 @@ __device__ __forceinline__ uint32_t sampled_bound(TopKState& shared, float4* sam
       take(top_k_key(own.z)), take(top_k_key(own.w));
     }
   };
-  const int upper = top_k_shift(0), lower = top_k_shift(1);
   each([&](uint32_t key) {
-    if (key != 0) top_k_count(shared.counts[0], key >> upper);
+    if (key != 0) top_k_count(shared.counts[0], top_k_first_digit(key));
   });
   const uint32_t due = k / kTopKSampling;
   const uint32_t wanted = due + 8 + static_cast<uint32_t>(8.0f * sqrtf(static_cast<float>(due)));
   const uint3 first = top_k_round(shared, 0, wanted, blocks);
   turn = 1;
   if (first.z == 0) return 1;
-  const uint32_t bound = first.x << upper;
-  if (2 * (first.y + first.z) <= 3 * wanted) return max(bound, 1u);
-  each([&](uint32_t key) {
-    if (key != 0 && key >> upper == first.x) {
-      top_k_count(shared.counts[1], key >> lower & (kTopKBins - 1));
-    }
-  });
-  const uint3 second = top_k_round(shared, 1, wanted - first.y, blocks);
-  turn = 2;
-  return max(bound | second.x << lower, 1u);
+  TopKRange range = top_k_first_range(first.x);
+  if (2 * (first.y + first.z) > 3 * wanted) {  // another digit
+    const int shift = range.shift();
+    each([&](uint32_t key) {
+      if (key != 0 && range.has(key)) {
+        top_k_count(shared.counts[1], (key - range.lowest) >> shift);
+      }
+    });
+    range = range.of(top_k_round(shared, 1, wanted - first.y, blocks).x);
+    turn = 2;
+  }
+  return max(range.lowest, 1u);
 }
 
 // The least number with a key of at least `bound`, but for NaN, which no number is above.
@@ -122,9 +127,10 @@ __global__ void __launch_bounds__(kTopKThreads, 3)
   if (args.lengths != nullptr) length = min(max(args.lengths[row * args.length_step], 0), length);
   const int each_block = static_cast<int>((length + 4 * blocks - 1) / (4 * blocks) * 4);
   Part part;
-  part.first = min(static_cast<int>(rank) * each_block, length);
-  part.length = min(each_block, length - part.first);
-  part.row = args.logits + row * args.row_stride + part.first;
+  const int first = min(static_cast<int>(rank) * each_block, length);
+  part.length = min(each_block, length - first);
+  part.row = args.logits + row * args.row_stride + first;
+  if (thread == 0) shared.first = first;
   __syncthreads();
   int turn;
   const uint32_t bound =
@@ -176,17 +182,15 @@ __global__ void __launch_bounds__(kTopKThreads, 3)
       each_of_part(part, take);
     }
   };
-  const auto count_first_digit = [&] {
+  uint3 found;
+  for (;; from_lists = false) {
     each([&](uint32_t key, int) {
-      if (key != 0) top_k_count(shared.counts[turn % 2], key >> top_k_shift(0));
+      if (key != 0) top_k_count(shared.counts[turn % 2], top_k_first_digit(key));
     });
-    return top_k_round(shared, turn++, args.k, blocks);
-  };
-  uint3 found = count_first_digit();
-  const TopKTotals reached = top_k_totals(shared, rank, blocks);
-  if (reached.all_equal != 0 || (bound > 1 && reached.all_above < args.k)) {
-    from_lists = false;
-    found = count_first_digit();
+    found = top_k_round(shared, turn++, args.k, blocks);
+    if (!from_lists) break;
+    const TopKTotals reached = top_k_totals(shared, rank, blocks);
+    if (reached.all_equal == 0 && (bound == 1 || reached.all_above >= args.k)) break;
   }
   const TopKth kth = find_kth(shared, turn, args.k, blocks, found, [&](const auto& take) {
     each([&](uint32_t key, int) { take(key); });
@@ -207,13 +211,11 @@ __global__ void __launch_bounds__(kTopKThreads, 3)
     }
   });
   __syncthreads();
-  const uint4 own_above = reinterpret_cast<const uint4*>(above_bits)[thread];
-  const uint4 own_equal = reinterpret_cast<const uint4*>(equal_bits)[thread];
-  const uint32_t higher[4] = {own_above.x, own_above.y, own_above.z, own_above.w};
-  const uint32_t same[4] = {own_equal.x, own_equal.y, own_equal.z, own_equal.w};
   uint32_t own[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) own[0] += __popc(higher[i]), own[1] += __popc(same[i]);
+  for (int i = 0; i < 4; ++i) {
+    own[0] += __popc(above_bits[4 * thread + i]), own[1] += __popc(equal_bits[4 * thread + i]);
+  }
   uint32_t upto[2] = {own[0], own[1]};  // of this thread and those before
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
@@ -232,15 +234,16 @@ __global__ void __launch_bounds__(kTopKThreads, 3)
   top_k_sync(blocks);
   const TopKTotals totals = top_k_totals(shared, rank, blocks);
   uint32_t above = totals.above + upto[0] - own[0], equal = totals.equal + upto[1] - own[1];
+  const int first_place = shared.first;
   int32_t* const out = args.out + row * args.k;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int place = part.first + (4 * thread + i) * 32;
-    for (uint32_t bits = higher[i] | same[i]; bits != 0; bits &= bits - 1) {
+#pragma unroll 1
+  for (int i = 4 * thread; i < 4 * thread + 4; ++i) {
+    const uint32_t same = equal_bits[i];
+    for (uint32_t bits = above_bits[i] | same; bits != 0; bits &= bits - 1) {
       const int bit = __ffs(bits) - 1;
       const uint32_t to = above + min(equal, kth.wanted);
-      const bool tie = same[i] >> bit & 1;
-      if (!tie || equal < kth.wanted) out[to] = place + bit;
+      const bool tie = same >> bit & 1;
+      if (!tie || equal < kth.wanted) out[to] = first_place + i * 32 + bit;
       tie ? ++equal : ++above;
     }
   }
