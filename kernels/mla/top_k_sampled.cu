@@ -19,6 +19,8 @@
 #include "kernels/mla/top_k_kernels.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
+#include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
 namespace {
@@ -109,6 +111,25 @@ __device__ __forceinline__ float least_of(uint32_t bound) {
   return __uint_as_float(key ^ (key >> 31 != 0 ? 0x80000000u : 0xffffffffu));
 }
 
+// Sets `bit` if x reaches the bound, or is NaN. These two are without branches.
+__device__ __forceinline__ void mark_taken(uint32_t& marks, uint32_t bit, float x, float least) {
+  asm volatile("{ .reg .pred taken; setp.geu.f32 taken, %1, %2; @taken or.b32 %0, %0, %3; }"
+               : "+r"(marks)
+               : "f"(x), "f"(least), "r"(bit));
+}
+
+// Stores x and its place if `bit` is set, and advances `to`.
+__device__ __forceinline__ void store_taken(uint32_t& to, uint32_t marks, uint32_t bit, float x,
+                                            int place) {
+  asm volatile(
+      "{ .reg .pred taken; .reg .b32 own; and.b32 own, %1, %2; setp.ne.u32 taken, own, 0;"
+      " @taken st.shared.f32 [%0], %3; @taken st.shared.u32 [%0 + 4], %4;"
+      " @taken add.u32 %0, %0, 8; }"
+      : "+r"(to)
+      : "r"(marks), "r"(bit), "f"(x), "r"(place)
+      : "memory");
+}
+
 __global__ void __launch_bounds__(kTopKThreads, 3)
     top_k_sampled(const __grid_constant__ TopKArgs args) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -137,32 +158,50 @@ __global__ void __launch_bounds__(kTopKThreads, 3)
       sampled_bound(shared, reinterpret_cast<float4*>(lists), part, args.k, blocks, turn);
 
   const float least = least_of(bound);
-  const unsigned before = (1u << lane) - 1;
   const uint32_t begin = warp * kListed;  // of the warp's list
   uint32_t end = begin;
-  const auto append = [&](float x, int place) {
-    const bool taken = !(x < least);  // NaN too
-    const unsigned ballot = __ballot_sync(kFullWarp, taken);
-    const uint32_t at = end + __popc(ballot & before);
-    if (taken && at < begin + kListed) lists[at] = make_uint2(__float_as_uint(x), place);
-    end += __popc(ballot);
-  };
-  const int vectors = part.vectors();
-  // Warps take turns, so that none gets all of a stretch of large elements.
-  for (int tile = warp * 32; tile < vectors; tile += kTopKThreads * kInFlight) {
-    float4 x[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) x[i] = part.vector(tile + i * kTopKThreads + lane);
+  // Lanes count first, so that their places need no ballot for each element.
+  const auto append = [&](const float4(&x)[kInFlight], int first) {
+    uint32_t marks = 0;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const int place = (tile + i * kTopKThreads + lane) * 4;
-      append(x[i].x, place), append(x[i].y, place + 1);
-      append(x[i].z, place + 2), append(x[i].w, place + 3);
+      mark_taken(marks, 1u << 4 * i, x[i].x, least), mark_taken(marks, 2u << 4 * i, x[i].y, least);
+      mark_taken(marks, 4u << 4 * i, x[i].z, least), mark_taken(marks, 8u << 4 * i, x[i].w, least);
     }
+    const uint32_t own = __popc(marks);
+    uint32_t upto = own;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, upto, offset);
+      upto += lane >= offset ? other : 0;
+    }
+    uint32_t to = shared_address(lists + end + upto - own);
+    end += __shfl_sync(kFullWarp, upto, 31);
+    if (end > begin + kListed) return;
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int place = first + i * kTopKThreads * 4;
+      store_taken(to, marks, 1u << 4 * i, x[i].x, place);
+      store_taken(to, marks, 2u << 4 * i, x[i].y, place + 1);
+      store_taken(to, marks, 4u << 4 * i, x[i].z, place + 2);
+      store_taken(to, marks, 8u << 4 * i, x[i].w, place + 3);
+    }
+  };
+  const int vectors = part.vectors();
+  const float none = -__builtin_huge_valf();
+  float4 x[kInFlight];
+  // Warps take turns, so that none gets all of a stretch of large elements.
+  for (int tile = warp * 32; tile < vectors; tile += kTopKThreads * kInFlight) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) x[i] = part.vector(tile + i * kTopKThreads + lane);
+    append(x, (tile + lane) * 4);
   }
   if (warp == 0) {  // the last one to three of a row
     const int place = vectors * 4 + lane;
-    append(place < part.length ? part.row[place] : -__builtin_huge_valf(), place);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) x[i] = make_float4(none, none, none, none);
+    if (place < part.length) x[0].x = part.row[place];
+    append(x, place);
   }
   if (lane == 0) {
     atomicAdd(&shared.totals[0], end - begin);
