@@ -80,9 +80,8 @@ __device__ __forceinline__ float exp_of_negative(float x) {
   return result[0];
 }
 
-// log(1 + e) for e from 0 to 1.
-__device__ __forceinline__ float log_of_one_and(float e) {
-  const float z = divided(e, __fadd_rn(e, 2.0f));
+// log(1 + e) for e from 0 to 1, of z = e / (e + 2).
+__device__ __forceinline__ float log_of_quotient(float z) {
   const float s = __fmul_rn(z, z);
   float p = 1.0f / 15;
   p = __fadd_rn(__fmul_rn(p, s), 1.0f / 13);
@@ -95,24 +94,31 @@ __device__ __forceinline__ float log_of_one_and(float e) {
   return __fadd_rn(__fmul_rn(__fmul_rn(twice, s), p), twice);
 }
 
-// sigmoid(x), or sqrt(softplus(x)).
+// x = sigmoid(x), sqrt(softplus(x)), or exp(x - largest) / sum: an exponential and a quotient each,
+// which they share, so that there is less code.
 template <int kCount>
-__device__ __forceinline__ void activate(float (&x)[kCount], TopkScoring scoring) {
-  float e[kCount];
-  for_all<kCount>([&](int i) { e[i] = -fabsf(x[i]); });
+__device__ __forceinline__ void activate(float (&x)[kCount], TopkScoring scoring, float largest,
+                                         float sum) {
+  const bool softmax = scoring == TopkScoring::kSoftmax;
+  const bool sigmoid = scoring == TopkScoring::kSigmoid;
+  float e[kCount], below[kCount];
+  for_all<kCount>([&](int i) { e[i] = softmax ? __fsub_rn(x[i], largest) : -fabsf(x[i]); });
   exp_of_negative(e);
-  if (scoring == TopkScoring::kSigmoid) {
-    for_all<kCount>([&](int i) { x[i] = x[i] < 0.0f ? e[i] : 1.0f; });
-    for_all<kCount>([&](int i) { e[i] = __fadd_rn(e[i], 1.0f); });
-    divide(x, e);
+  for_all<kCount>([&](int i) {
+    below[i] = softmax ? sum : __fadd_rn(e[i], sigmoid ? 1.0f : 2.0f);
+    e[i] = sigmoid && !(x[i] < 0.0f) ? 1.0f : e[i];
+  });
+  divide(e, below);
+  if (softmax || sigmoid) {
+    for_all<kCount>([&](int i) { x[i] = e[i]; });
   } else {
     for_all<kCount>(
-        [&](int i) { x[i] = root(__fadd_rn(x[i] < 0.0f ? 0.0f : x[i], log_of_one_and(e[i]))); });
+        [&](int i) { x[i] = root(__fadd_rn(x[i] < 0.0f ? 0.0f : x[i], log_of_quotient(e[i]))); });
   }
 }
 __device__ __forceinline__ float activated(float x, TopkScoring scoring) {
   float score[1] = {x};
-  activate(score, scoring);
+  activate(score, scoring, 0.0f, 1.0f);
   return score[0];
 }
 

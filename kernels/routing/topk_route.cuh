@@ -222,7 +222,7 @@ __device__ __forceinline__ int select_sorted(const uint32_t (&ordered)[kPerLane]
   uint32_t previous = 0, chosen = 0;
   unsigned owners = 0;
   known = true;
-#pragma unroll 4
+#pragma unroll 2
   for (int round = 0; round < kTopkRouteMaxColumns; ++round) {
     if (round >= k) break;
     const uint32_t best = warp_max(keys[0]);
@@ -299,15 +299,10 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
     for (int i = 0; i < kRouteChunk; ++i) by[i] = x[i];
     if (args.bias != nullptr) {
       if constexpr (!Scores::kHeld) load_bias(biases, args, first + chunk, count - chunk);
-      if (softmax) {
-        for_all<kRouteChunk>(
-            [&](int i) { by[i] = divided(exp_of_negative(__fsub_rn(by[i], largest)), sum); });
-      } else {
-        constexpr int kTogether = kPerLane <= 16 ? kRouteChunk : 2;  // with the registers left
+      constexpr int kTogether = Scores::kHeld ? kRouteChunk : 2;  // with the registers left
 #pragma unroll
-        for (int begin = 0; begin < kRouteChunk; begin += kTogether) {
-          activate(*reinterpret_cast<float (*)[kTogether]>(by + begin), args.scoring);
-        }
+      for (int begin = 0; begin < kRouteChunk; begin += kTogether) {
+        activate(*reinterpret_cast<float (*)[kTogether]>(by + begin), args.scoring, largest, sum);
       }
       if constexpr (Scores::kHeld) {
 #pragma unroll
