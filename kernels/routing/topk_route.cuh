@@ -299,7 +299,7 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
     for (int i = 0; i < kRouteChunk; ++i) by[i] = x[i];
     if (args.bias != nullptr) {
       if constexpr (!Scores::kHeld) load_bias(biases, args, first + chunk, count - chunk);
-      constexpr int kTogether = Scores::kHeld ? kRouteChunk : 2;  // with the registers left
+      constexpr int kTogether = kPerLane == 8 ? kRouteChunk : 4;  // registers
 #pragma unroll
       for (int begin = 0; begin < kRouteChunk; begin += kTogether) {
         activate(*reinterpret_cast<float (*)[kTogether]>(by + begin), args.scoring, largest, sum);
