@@ -15,6 +15,7 @@ namespace {
 
 constexpr char kOp[] = "top_k_indices";
 constexpr int64_t kMost = 0x7fffffff;
+constexpr int64_t kManyElements = 1 << 17;  // less is faster in many small parts
 
 Status check(const TopKCall& call) {
   const Argument logits{kOp, "logits", *call.logits}, out{kOp, "out", *call.out};
@@ -90,7 +91,8 @@ Status prepare(const TopKCall& call, int multiprocessors, TopKArgs* args, TopKPl
   // Blocks of a row cost the sampled kernel more than they gain.
   int blocks = blocks_of(rows, columns, 0, kTopKSampledPart, kTopKSampledPart);
   const int64_t part = part_of(columns, blocks);
-  const bool sampled = args->vectors && part >= kTopKLeastSampled && part <= kTopKSampledPart &&
+  const bool sampled = args->vectors && rows * columns >= kManyElements &&
+                       part >= kTopKLeastSampled && part <= kTopKSampledPart &&
                        can_sample(columns, k);
   unsigned shared = kTopKSampledShared;
   if (!sampled) {

@@ -14,7 +14,7 @@ inline constexpr int kTopKBins = 2048;
 inline constexpr int kTopKStateBytes = 16640;  // counts and sums
 inline constexpr int kTopKKept = 22528;        // elements of a block: two blocks fit beside another
 inline constexpr int kTopKMostBlocks = 8;      // of a row
-inline constexpr int kTopKLeastPart = 8192;    // elements of a block, where there are several
+inline constexpr int kTopKLeastPart = 4096;    // elements of a block, where there are several
 inline constexpr uint32_t kTopKShared = kTopKStateBytes + kTopKKept * 4;
 
 // Of the kernel that samples rows: two thirds of a multiprocessor's memory are left to others.

@@ -89,7 +89,7 @@ def test_any_order_of_warps(seed):
 @pytest.mark.parametrize("multiprocessors", [1, 4, 132])
 @pytest.mark.parametrize("k", [1, 100, 2048])
 def test_long_rows(k, multiprocessors):
-    check(draw(2, 36_000), k, multiprocessors=multiprocessors)
+    check(draw(4, 36_000), k, multiprocessors=multiprocessors)
 
 
 def test_a_cluster_of_long_parts():
@@ -98,7 +98,7 @@ def test_a_cluster_of_long_parts():
 
 @pytest.mark.parametrize("steps", [0.0, 1.0, 40.0])
 def test_ties_of_long_rows(steps):
-    check(draw(3, 33_000).mul(steps).round(), 2000, multiprocessors=2)
+    check(draw(4, 33_000).mul(steps).round(), 2000, multiprocessors=2)
 
 
 def sampled(columns):
@@ -139,4 +139,4 @@ def test_lengths_of_long_rows():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_long_rows_in_any_order_of_warps(seed):
-    check(draw(1, 40_000).mul(8).round(), 900, lazy=True, seed=seed)
+    check(draw(4, 33_000).mul(8).round(), 900, lazy=True, seed=seed)

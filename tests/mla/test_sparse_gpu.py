@@ -127,7 +127,7 @@ def numbers(rows, columns):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("rows", "columns", "k"), [(2, 700, 64), (1, 9000, 2048), (2, 33000, 500)])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(2, 700, 64), (1, 9000, 2048), (4, 33000, 500)])
 def test_small_top_k(rows, columns, k):
     check_top_k(numbers(rows, columns), k)
 
