@@ -11,11 +11,19 @@ namespace tiercel {
 
 inline constexpr int kTopKThreads = 512;
 inline constexpr int kTopKBins = 2048;
-inline constexpr int kTopKState = 24832;     // bytes: counts and sums
-inline constexpr int kTopKKept = 22528;      // elements of a block: two blocks fit beside another
-inline constexpr int kTopKMostBlocks = 8;    // of a row
-inline constexpr int kTopKLeastPart = 4096;  // elements of a block, where there are several
-inline constexpr uint32_t kTopKShared = kTopKState + kTopKKept * 4;
+inline constexpr int kTopKStateBytes = 16640;  // counts and sums
+inline constexpr int kTopKKept = 22528;        // elements of a block: two blocks fit beside another
+inline constexpr int kTopKMostBlocks = 8;      // of a row
+inline constexpr int kTopKLeastPart = 4096;    // elements of a block, where there are several
+inline constexpr uint32_t kTopKShared = kTopKStateBytes + kTopKKept * 4;
+
+// Of the kernel that samples rows: two thirds of a multiprocessor's memory are left to others.
+inline constexpr int kTopKSampling = 8;         // one element of so many
+inline constexpr int kTopKSampledShare = 16;    // at most one of so many is chosen
+inline constexpr int kTopKSampledPart = 65536;  // most elements of a block
+inline constexpr int kTopKLeastSampled = 8192;  // elements of a block
+inline constexpr int kTopKListed = 6144;        // elements that a block has room for
+inline constexpr uint32_t kTopKSampledShared = kTopKStateBytes + kTopKListed * 8;
 
 struct TopKArgs {
   const float* logits;
@@ -34,6 +42,7 @@ struct TopKKernel {
 };
 
 const TopKKernel* top_k_kernels(int* count);
+const TopKKernel* top_k_sampled_kernels(int* count);
 
 }  // namespace tiercel
 

@@ -62,8 +62,9 @@ Status lay_out(const char* op, const TensorView& scores, const TensorView* bias,
   args->group = static_cast<int>(args->experts / options.groups);
   args->groups = static_cast<int>(options.groups);
   args->kept_groups = static_cast<int>(options.kept_groups);
-  args->lanes_per_group = 32;
-  while (args->lanes_per_group * args->groups > 32) args->lanes_per_group /= 2;
+  args->lane_shift = 5;
+  while (args->groups << args->lane_shift > 32) --args->lane_shift;
+  args->lanes_per_group = 1 << args->lane_shift;
   const int64_t least = ceil_div(args->group, args->lanes_per_group);
   *per_lane = 0;
   for (const TopkRouteKernel& kernel : KernelTable(topk_route_kernels)) {

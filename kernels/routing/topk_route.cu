@@ -3,13 +3,13 @@
 // and, for few tokens, with the alignment.
 //
 // One warp per row. Each lane holds up to E / 32 neighbouring experts of one group as 32-bit keys
-// in the scores' order. A round of the selection is a warp-wide maximum (redux.sync), a ballot for
-// the first lane that has it, and the search among that lane's keys. With a bias, and for the
-// softmax over the row, all E scores are computed, otherwise only those of the selected.
+// in the scores' order, and sorts them. A round of the selection is a warp-wide maximum
+// (redux.sync) and the owner's step to its next key. With a bias, and for the softmax over the row,
+// all E scores are computed, otherwise only those of the selected.
 //
-// At E = 256 and k = 8: 40 instructions a round, 25 for each score with a bias, so about 600 for a
-// warp; a row is 512 bytes. A launch is bound by the latency of the rounds up to about 1000 rows,
-// then by instructions: 8192 rows are 10 us on 132 multiprocessors.
+// A launch is bound by latency up to about 1000 rows, where each warp has a quarter of a
+// multiprocessor: the chain of E = 256 and k = 8 in groups is about 2000 cycles, of which 60 are a
+// round. Beyond that it is bound by instructions: about 900 for a row, 10 us for 8192 rows.
 #include <cstdint>
 
 #include "kernels/routing/topk_route.cuh"
@@ -22,19 +22,22 @@ namespace {
 template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkRouteThreads)
     topk_route(const __grid_constant__ TopkRouteArgs args) {
+  __shared__ ScoreMemory<kPerLane> memory[kTopkRouteThreads / 32];
   const int64_t row =
       static_cast<int64_t>(blockIdx.x) * (kTopkRouteThreads / 32) + threadIdx.x / 32;
   grid_dependency_wait();
   if (args.early_launch) grid_dependency_launch();
-  if (row < args.rows) finish_row_routed<Keys, kPerLane>(args, row);
+  if (row < args.rows) finish_row_routed<Keys>(args, row, memory[threadIdx.x / 32]);
 }
 
 template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkRouteAlignThreads, 1)
     topk_route_align(const __grid_constant__ TopkRouteArgs topk,
                      const __grid_constant__ MoeAlignArgs align) {
-  route_and_align(topk, align,
-                  [&](int64_t row) { return finish_row_routed<Keys, kPerLane>(topk, row); });
+  __shared__ ScoreMemory<kPerLane> memory[kTopkAlignRows];
+  route_and_align(topk, align, [&](int64_t row) {
+    return finish_row_routed<Keys>(topk, row, memory[threadIdx.x / 32]);
+  });
 }
 
 #define TIERCEL_ROUTE(keys, dtype, per_lane)                                    \

@@ -6,74 +6,15 @@
 #include <cstdint>
 
 #include "kernels/routing/moe_align.cuh"
+#include "kernels/routing/route_scores.cuh"
 #include "kernels/routing/score_keys.cuh"
+#include "kernels/routing/sorting.cuh"
 #include "kernels/routing/topk_route_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
-
-// The functions below are sequences of IEEE operations without contraction, which the reference
-// repeats: so a bias gives the same choice on every device.
-
-// a / b for a = 0 or a >= 2^-102 and b from 2^-67 to 2^67, correctly rounded: the operator's own
-// sequence without its branch for other numbers, which costs registers.
-__device__ __forceinline__ float divided(float a, float b) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
-  y = fmaf(fmaf(-b, y, 1.0f), y, y);
-  float q = __fmul_rn(a, y);
-  q = fmaf(fmaf(-b, q, a), y, q);
-  return fmaf(fmaf(-b, q, a), y, q);
-}
-
-// The root of a number in the same range, likewise.
-__device__ __forceinline__ float root(float a) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
-  const float s = __fmul_rn(a, y);
-  const float result = fmaf(fmaf(-s, s, a), __fmul_rn(y, 0.5f), s);
-  return a == 0.0f || a == __builtin_huge_valf() ? a : result;
-}
-
-// exp(x) for x <= 0, to 2 units in the last place; 0 below -69.
-__device__ __forceinline__ float exp_of_negative(float x) {
-  const float n = rintf(__fmul_rn(x, 1.44269504f));
-  float r = __fsub_rn(x, __fmul_rn(n, 0.693359375f));
-  r = __fsub_rn(r, __fmul_rn(n, -2.12194440e-4f));
-  float p = 1.9875691500e-4f;
-  p = __fadd_rn(__fmul_rn(p, r), 1.3981999507e-3f);
-  p = __fadd_rn(__fmul_rn(p, r), 8.3334519073e-3f);
-  p = __fadd_rn(__fmul_rn(p, r), 4.1665795894e-2f);
-  p = __fadd_rn(__fmul_rn(p, r), 1.6666665459e-1f);
-  p = __fadd_rn(__fmul_rn(p, r), 5.0000001201e-1f);
-  p = __fadd_rn(__fadd_rn(__fmul_rn(__fmul_rn(p, r), r), r), 1.0f);
-  const float result = __fmul_rn(p, __int_as_float((__float2int_rn(n) + 127) << 23));
-  return x < -69.0f ? 0.0f : result;
-}
-
-// log(1 + e) for e from 0 to 1.
-__device__ __forceinline__ float log_of_one_and(float e) {
-  const float z = divided(e, __fadd_rn(e, 2.0f));
-  const float s = __fmul_rn(z, z);
-  float p = 1.0f / 15;
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 13);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 11);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 9);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 7);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 5);
-  p = __fadd_rn(__fmul_rn(p, s), 1.0f / 3);
-  const float twice = __fadd_rn(z, z);
-  return __fadd_rn(__fmul_rn(__fmul_rn(twice, s), p), twice);
-}
-
-// sigmoid(x), or sqrt(softplus(x)).
-__device__ __forceinline__ float activated(float x, TopkScoring scoring) {
-  const float e = exp_of_negative(-fabsf(x));
-  if (scoring == TopkScoring::kSigmoid) return divided(x < 0.0f ? e : 1.0f, __fadd_rn(e, 1.0f));
-  return root(__fadd_rn(x < 0.0f ? 0.0f : x, log_of_one_and(e)));
-}
 
 __device__ __forceinline__ float score_of_order(uint32_t ordered) {
   return __uint_as_float(ordered ^ (ordered & 0x80000000u ? 0x80000000u : 0xffffffffu));
@@ -125,12 +66,14 @@ __device__ __forceinline__ void load_lane(float (&x)[kPerLane], const TopkRouteA
   }
 }
 
-inline constexpr int kRouteChunk = 8;  // experts of a lane that are loaded at a time
+inline constexpr int kRouteChunk = 8;   // experts of a lane that are loaded at a time
+inline constexpr int kRouteGroups = 8;  // whose shuffles are in flight at a time
 
-__device__ __forceinline__ void load_bias(float (&bias)[kRouteChunk], const TopkRouteArgs& args,
+template <int kCount>
+__device__ __forceinline__ void load_bias(float (&bias)[kCount], const TopkRouteArgs& args,
                                           int first, int count) {
 #pragma unroll
-  for (int i = 0; i < kRouteChunk; i += 4) {
+  for (int i = 0; i < kCount; i += 4) {
     if (args.bias_vectors) {
       float4 some = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (i < count) some = *reinterpret_cast<const float4*>(args.bias + first + i);
@@ -179,9 +122,21 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
                                             const TopkRouteArgs& args, int group) {
   uint32_t largest = 0, second = 0;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    second = max(second, min(largest, ordered[i]));
-    largest = max(largest, ordered[i]);
+  for (int chunk = 0; chunk < kPerLane; chunk += kRouteChunk) {
+    // A tournament: its chain is a third of that of one comparison after the other.
+    uint32_t high[kRouteChunk], low[kRouteChunk];
+#pragma unroll
+    for (int i = 0; i < kRouteChunk; ++i) high[i] = ordered[chunk + i], low[i] = 0;
+#pragma unroll
+    for (int half = kRouteChunk / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        low[i] = max(max(low[i], low[i + half]), min(high[i], high[i + half]));
+        high[i] = max(high[i], high[i + half]);
+      }
+    }
+    second = max(max(second, low[0]), min(largest, high[0]));
+    largest = max(largest, high[0]);
   }
   for (int offset = 1; offset < args.lanes_per_group; offset *= 2) {
     const uint32_t other = __shfl_xor_sync(kFullWarp, largest, offset);
@@ -194,9 +149,18 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
     score = order_float(__fadd_rn(score_of_order(largest), score_of_order(second)));
   }
   int better = 0;
-  for (int g = 0; g < args.groups; ++g) {
-    const uint32_t other = __shfl_sync(kFullWarp, score, g * args.lanes_per_group);
-    better += other > score || (other == score && g < group) ? 1 : 0;
+  for (int begin = 0; begin < args.groups; begin += kRouteGroups) {
+    uint32_t others[kRouteGroups];
+#pragma unroll
+    for (int i = 0; i < kRouteGroups; ++i) {
+      others[i] = __shfl_sync(kFullWarp, score, (begin + i) * args.lanes_per_group);
+    }
+#pragma unroll
+    for (int i = 0; i < kRouteGroups; ++i) {
+      const int g = begin + i;
+      const bool ahead = others[i] > score || (others[i] == score && g < group);
+      better += g < args.groups && ahead ? 1 : 0;
+    }
   }
   if (better >= args.kept_groups) {
 #pragma unroll
@@ -204,18 +168,104 @@ __device__ __forceinline__ void drop_groups(uint32_t (&ordered)[kPerLane],
   }
 }
 
-// Processes one row by a warp, from load to store. Lane l < k + shared gets the l-th index. Lanes
-// hold neighbouring experts, in order, so that of equal ones the first lane's first is the first.
-template <typename Keys, int kPerLane>
-__device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int64_t row) {
+// The k rounds over exact keys. Lane r gets the place of round r's expert, the lane * kPerLane +
+// its slot, the others 0. Lanes hold neighbouring experts, in order, so that of equal ones the
+// first lane's first is the first.
+template <int kPerLane>
+__device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int k) {
   const int lane = threadIdx.x % 32;
-  const int group = lane / args.lanes_per_group;
-  const int begin = lane % args.lanes_per_group * args.per_lane;
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) most = max(most, ordered[i]);
+  int chosen = 0;
+#pragma unroll 1
+  for (int round = 0; round < k; ++round) {
+    const uint32_t best = warp_max(most);
+    const int owner = __ffs(__ballot_sync(kFullWarp, most == best)) - 1;
+    int slot = 0;
+    if (lane == owner) {
+#pragma unroll
+      for (int i = kPerLane - 1; i >= 0; --i) slot = ordered[i] == best ? i : slot;
+      most = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        ordered[i] = i == slot ? 0 : ordered[i];
+        most = max(most, ordered[i]);
+      }
+    }
+    const int place = __shfl_sync(kFullWarp, lane * kPerLane + slot, owner);
+    chosen = lane == round ? place : chosen;
+  }
+  return chosen;
+}
+
+// The same with keys that each lane sorts first, so that a round is a maximum over the warp and
+// the owner's step to its next key. The slot's complement replaces the lowest bits of a key: where
+// these could matter, because keys agree in all others, `known` is false. 16-bit scores as such
+// leave room for the whole place, and are always known.
+template <int kPerLane>
+__device__ __forceinline__ int select_sorted(const uint32_t (&ordered)[kPerLane], int k,
+                                             bool short_scores, bool& known) {
+  constexpr uint32_t kSlots = kPerLane - 1;
+  const int lane = threadIdx.x % 32;
+  constexpr uint32_t kSpare = 0x1fff;  // bits that 16-bit scores lack as float32
+  const uint32_t kept = short_scores ? ~kSpare : ~kSlots;
+  const uint32_t place = short_scores ? kSpare - lane * kPerLane : kSlots;
+  const uint32_t compared = short_scores ? 0xffffffffu : ~kSlots;
+  uint32_t keys[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    keys[i] = ordered[i] != 0 ? (ordered[i] & kept) | (place - i) : 0;
+  }
+  sort_descending(keys);
+
+  uint32_t previous = 0, chosen = 0;
+  unsigned owners = 0;
+  known = true;
+#pragma unroll 2
+  for (int round = 0; round < kTopkRouteMaxColumns; ++round) {
+    if (round >= k) break;
+    const uint32_t best = warp_max(keys[0]);
+    const bool mine = keys[0] == best;
+    const unsigned having = __ballot_sync(kFullWarp, mine);
+#pragma unroll
+    for (int i = 0; i + 1 < kPerLane; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
+    keys[kPerLane - 1] = mine ? 0 : keys[kPerLane - 1];
+    known = known && ((best ^ previous) & compared) != 0 && (having & (having - 1)) == 0;
+    chosen = lane == round ? best : chosen;
+    owners = lane == round ? having : owners;
+    previous = best;
+  }
+  known = known && ((warp_max(keys[0]) ^ previous) & compared) != 0;
+  return owners != 0 ? (__ffs(owners) - 1) * kPerLane + (~chosen & kSlots) : 0;
+}
+
+// A warp's scores without bias, from which those of the chosen become weights.
+template <int kPerLane>
+struct ScoreMemory {
+  static constexpr int kSlots = kPerLane <= 16 ? kPerLane : 1;  // more are computed again
+
+  float scores[kSlots][32];
+
+  __device__ __forceinline__ float& at(int slot, int lane) { return scores[slot % kSlots][lane]; }
+};
+
+// Processes one row by a warp, from load to store. Lane l < k + shared gets the l-th index.
+template <typename Keys, int kPerLane>
+__device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int64_t row,
+                                                 ScoreMemory<kPerLane>& memory) {
+  const int lane = threadIdx.x % 32;
+  const int group = lane >> args.lane_shift;
+  const int begin = (lane & (args.lanes_per_group - 1)) * args.per_lane;
   const int first = group * args.group + begin;
   const int count = group < args.groups ? min(args.per_lane, args.group - begin) : 0;
   const char* data = static_cast<const char*>(args.scores) + row * args.row_stride;
 
-  RouteScores<Keys, kPerLane> scores{args, data, first, count, {}};
+  using Scores = RouteScores<Keys, kPerLane>;
+  Scores scores{args, data, first, count, {}};
+  float biases[Scores::kHeld ? kPerLane : kRouteChunk];
+  // First, so that both loads are in flight before either is used.
+  if (Scores::kHeld && args.bias != nullptr) load_bias(biases, args, first, count);
   scores.load();
 
   float largest = 0.0f, sum = 0.0f;
@@ -244,49 +294,47 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
 
   uint32_t ordered[kPerLane];
   scores.each_chunk([&](int chunk, const float (&x)[kRouteChunk]) {
-    float bias[kRouteChunk];
-    if (args.bias != nullptr) load_bias(bias, args, first + chunk, count - chunk);
+    float by[kRouteChunk];
+#pragma unroll
+    for (int i = 0; i < kRouteChunk; ++i) by[i] = x[i];
+    if (args.bias != nullptr) {
+      if constexpr (!Scores::kHeld) load_bias(biases, args, first + chunk, count - chunk);
+      constexpr int kTogether = kPerLane == 8 ? kRouteChunk : 4;  // registers
+#pragma unroll
+      for (int begin = 0; begin < kRouteChunk; begin += kTogether) {
+        activate(*reinterpret_cast<float (*)[kTogether]>(by + begin), args.scoring, largest, sum);
+      }
+      if constexpr (Scores::kHeld) {
+#pragma unroll
+        for (int i = 0; i < kRouteChunk; ++i) memory.at(chunk + i, lane) = by[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kRouteChunk; ++i) {
+        by[i] = __fadd_rn(by[i], biases[Scores::kHeld ? chunk + i : i]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kRouteChunk; ++i) {
-      float by = x[i];
-      if (args.bias != nullptr) {
-        const float score = softmax ? divided(exp_of_negative(__fsub_rn(by, largest)), sum)
-                                    : activated(by, args.scoring);
-        by = __fadd_rn(score, bias[i]);
-      }
-      ordered[chunk + i] = chunk + i < count ? order_float(by) : 0;
+      ordered[chunk + i] = chunk + i < count ? order_float(by[i]) : 0;
     }
   });
   if (args.kept_groups < args.groups) drop_groups(ordered, args, group);
 
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) most = max(most, ordered[i]);
-  int chosen = 0;
-#pragma unroll 1
-  for (int round = 0; round < args.k; ++round) {
-    const uint32_t best = warp_max(most);
-    const int owner = __ffs(__ballot_sync(kFullWarp, most == best)) - 1;
-    int index = 0;
-    if (lane == owner) {
-      int slot = 0;
-#pragma unroll
-      for (int i = kPerLane - 1; i >= 0; --i) slot = ordered[i] == best ? i : slot;
-      most = 0;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        ordered[i] = i == slot ? 0 : ordered[i];
-        most = max(most, ordered[i]);
-      }
-      index = first + slot;
-    }
-    index = __shfl_sync(kFullWarp, index, owner);
-    chosen = lane == round ? index : chosen;
+  int chosen_place;
+  bool known = false;
+  if constexpr (Scores::kHeld) {
+    const bool short_scores = Keys::kBytes == 2 && args.bias == nullptr;
+    chosen_place = select_sorted(ordered, args.k, short_scores, known);
   }
+  if (!known) chosen_place = select_exactly(ordered, args.k);
+  const int owner = chosen_place / kPerLane, slot = chosen_place % kPerLane;
+  int chosen = __shfl_sync(kFullWarp, first, owner) + slot;
 
+  __syncwarp();  // scores in memory are visible
   const bool real = lane < args.k;
+  const bool scored = Scores::kHeld && !softmax && args.bias != nullptr;
   float score = -__builtin_huge_valf();
-  if (real) {  // read again, from L1
+  if (real && !scored) {  // read again, from L1
     const char* address = data + chosen * args.inner_stride;
     const uint32_t bits = Keys::kBytes == 4 ? *reinterpret_cast<const uint32_t*>(address)
                                             : *reinterpret_cast<const uint16_t*>(address);
@@ -299,10 +347,12 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
     if (!args.all_scores) sum = lanes_reduce<32>(real ? weight : 0.0f, Sum());
     weight = divided(weight, sum);
   } else {
-    weight = activated(score, args.scoring);
+    weight = scored ? memory.at(slot, owner) : activated(score, args.scoring);
     if (args.renormalize) {
       // The summand, as in DeepSeek's models, gives rows of zeros the weights 0.
-      sum = __fadd_rn(lanes_reduce<32>(real ? weight : 0.0f, Sum()), 1e-20f);
+      const float own = real ? weight : 0.0f;  // of 0 from lane 8 on, mostly
+      sum = args.k <= 8 ? lanes_reduce<8>(own, Sum()) : lanes_reduce<32>(own, Sum());
+      sum = __fadd_rn(sum, 1e-20f);
       weight = sum == __builtin_huge_valf() ? __fmul_rn(weight, 0.0f) : divided(weight, sum);
     }
   }

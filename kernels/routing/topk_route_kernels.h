@@ -27,6 +27,7 @@ struct TopkRouteArgs {
   int groups;  // a group has 32 / groups lanes, rounded down to a power of two
   int kept_groups;
   int lanes_per_group;
+  int lane_shift;    // its logarithm
   int per_lane;      // experts of a lane, but for the last ones of a group
   int vector_bytes;  // per load of scores
   TopkScoring scoring;

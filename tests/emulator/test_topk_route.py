@@ -109,6 +109,20 @@ def test_ties_take_the_lowest_index_and_group(scoring, dtype):
                 assert indices[0].tolist() == list(range(16))
 
 
+@pytest.mark.parametrize("experts", [256, 384, 700])
+def test_scores_that_differ_in_their_last_bits(experts):
+    """Keys lack these; a choice that could depend on them is repeated with all bits."""
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.stack([torch.randperm(experts, generator=generator) for _ in range(6)]).int()
+    near = (bits + 0x3F800000).view(F32)
+    near[2:] = near[2:].where(bits[2:] > experts // 2, -near[2:])
+    near[4, bits[4] >= experts - 8] = 2.0  # equal ones at the top
+    near[5, bits[5] >= experts - 7] += 1.0  # alike below the seventh
+    for k in (1, 7, 8, 20):
+        check(near, k, scoring="sigmoid")
+        check(torch.full_like(near, -100.0), k, scoring="sigmoid", bias=near[k % 6])
+
+
 @pytest.mark.parametrize("scoring", SCORING)
 def test_special_values(scoring):
     rows = [

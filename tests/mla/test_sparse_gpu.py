@@ -127,7 +127,7 @@ def numbers(rows, columns):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("rows", "columns", "k"), [(2, 700, 64), (1, 9000, 2048)])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(2, 700, 64), (1, 9000, 2048), (4, 33000, 500)])
 def test_small_top_k(rows, columns, k):
     check_top_k(numbers(rows, columns), k)
 
@@ -147,6 +147,24 @@ def test_top_k_of_ragged_rows(k):
     logits[5, 100:3000] = torch.nan
     check_top_k(logits, k, lengths)
     check_top_k(logits[:, 1:29000], k, lengths)
+
+
+@pytest.mark.parametrize("k", [1, 512, 2048])
+@pytest.mark.parametrize("rows", [1, 30, 300])
+def test_sampled_top_k(rows, k):
+    """Rows of which few elements are chosen; samples that mislead."""
+    columns = 70_000
+    logits = numbers(rows, columns)
+    places = torch.arange(columns, device="cuda")
+    sampled = places // 4 % 8 == 0
+    lengths = (torch.rand(rows, device="cuda") * 80_000 - 200).int()
+    check_top_k(logits, k)
+    check_top_k(logits[:, 4:69_999], k, lengths)
+    for some in (sampled, ~sampled, (places > 30_000) & (places < 35_000), places % 7 != 0):
+        check_top_k(torch.where(some, logits + 9, logits), k)
+        check_top_k(torch.where(some, logits, -torch.inf), k, lengths)
+    check_top_k(torch.where(places % 20 == 0, torch.nan, logits), k)
+    check_top_k(places.float().expand(rows, -1).contiguous(), k)
 
 
 def check_indexer(q, k, k_scale, weights, starts=None, ends=None):

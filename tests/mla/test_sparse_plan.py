@@ -103,13 +103,33 @@ def top_k_plan(rows, columns, k=2048, make=ExchangeTensor, **given):
 def test_blocks_of_a_row():
     """A cluster has as many blocks as keep the row; few rows take more."""
     assert top_k_plan(4096, 20000)["cluster"] == 1
-    assert top_k_plan(4096, 65536)["cluster"] == 4
-    assert top_k_plan(4096, 131072)["cluster"] == 8
-    assert top_k_plan(1, 65536)["cluster"] == 8
+    assert top_k_plan(4096, 65536, 8000)["cluster"] == 4
+    assert top_k_plan(4096, 131072, 10000)["cluster"] == 8
+    assert top_k_plan(1, 65536, 8000)["cluster"] == 8
     assert top_k_plan(1, 4096)["cluster"] == 1
     assert top_k_plan(64, 16384)["cluster"] == 4
     assert top_k_plan(4096, 10**6)["dynamic_smem"] <= 113 << 10
     assert top_k_plan(0, 100)["kernel"] == "none"
+
+
+def test_which_rows_are_sampled(make):
+    """Long ones of which few elements are chosen."""
+
+    def chosen(rows, columns, k=2048, **given):
+        plan = top_k_plan(rows, columns, k, make, **given)
+        return plan["kernel"], plan["cluster"]
+
+    assert chosen(1024, 65536) == ("top_k_sampled", 1)
+    assert chosen(1024, 65537)[0] == "top_k"  # rows do not begin at 16 bytes
+    assert chosen(1024, 131072) == ("top_k_sampled", 2)
+    assert chosen(16, 65536) == ("top_k_sampled", 1)
+    assert chosen(1, 65536) == ("top_k", 8)  # few elements
+    assert chosen(1, 500_000) == ("top_k_sampled", 8)
+    assert chosen(1, 600_000)[0] == "top_k"  # parts have up to 65536
+    assert chosen(64, 32768 - 4)[0] == "top_k"
+    assert chosen(1024, 65536, 2400)[0] == "top_k_sampled"
+    assert chosen(1024, 65536, 2600)[0] == "top_k"  # lists would fill
+    assert top_k_plan(1024, 65536, 100)["dynamic_smem"] <= 74 << 10  # three blocks fit
 
 
 def test_top_k_refuses(make):

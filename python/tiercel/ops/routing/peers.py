@@ -157,6 +157,8 @@ def _route_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     else:
         function = operator("_moe_C", "topk_softplus_sqrt")
         table = (options.get("token_ids"), options.get("expert_table"))
+        if table[0] is not None:  # it asks for one dtype of both
+            table = tuple(tensor.int() for tensor in table)
         rest = (factor, bias, *table, None)
 
     def run() -> tuple[Any, Any]:
