@@ -45,6 +45,22 @@ def test_windows_at_the_edges_of_pages(window):
     check(make([(20, 300), (1, 129)]), window=window)
 
 
+# Sequences whose last tile has rows for one warpgroup alone, over several blocks of keys.
+ONE_WARPGROUP = [(1, 700), (20, 900), (130, 500), (33, 640)]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": (300, 5), "causal": False}, {"softcap": 5.0}])
+def test_tiles_of_one_warpgroup(d, options):
+    check(make(ONE_WARPGROUP, d=d), **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tiles_of_one_warpgroup_in_any_order_of_warps(seed):
+    with running(lazy=seed != 2, seed=seed):
+        check(make(ONE_WARPGROUP, (4, 2)))
+
+
 def test_more_queries_than_keys():
     check(make([(40, 7), (3, 0), (70, 64)]))
 
@@ -125,6 +141,10 @@ def check_float8(lengths, heads=(6, 2), d=128, dtype=torch.bfloat16, page=16, si
 def test_float8_cache_of_many_new_tokens(d, dtype, options):
     scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
     check_float8(FLOAT8, d=d, dtype=dtype, **scales, **options)
+
+
+def test_tiles_of_one_warpgroup_over_a_float8_cache():
+    check_float8(ONE_WARPGROUP)
 
 
 @pytest.mark.parametrize("page", [1, 2, 64, 256])
