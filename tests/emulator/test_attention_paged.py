@@ -137,7 +137,7 @@ def check_float8(lengths, heads=(6, 2), d=128, dtype=torch.bfloat16, page=16, si
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
-@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}])
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}])
 def test_float8_cache_of_many_new_tokens(d, dtype, options):
     scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
     check_float8(FLOAT8, d=d, dtype=dtype, **scales, **options)
