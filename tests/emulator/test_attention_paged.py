@@ -143,6 +143,25 @@ def test_float8_cache_of_many_new_tokens(d, dtype, options):
     check_float8(FLOAT8, d=d, dtype=dtype, **scales, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128])
+def test_each_float8_number_is_widened_exactly(d, dtype):
+    """Any bytes, NaN too: a cache of the same numbers in 16 bits gives the same results."""
+    q, k, v, *others = make([(70, 300), (40, 70)], (6, 2), d=d, dtype=dtype)
+    q, table = q / 1024, others[0]
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randint(0, 256, x.shape, generator=generator, dtype=torch.uint8) for x in (k, v))
+    k, v = (x - (x & 0x7F == 0x7F).byte() for x in (k, v))
+    for nans in (False, True):
+        if nans:
+            k[table[1, 2], 3, :, 5], v[table[0, 0], ::7, :, d - 1] = 0x7F, 0xFF
+        stored = [x.view(torch.float8_e4m3fn) for x in (k, v)]
+        out, _ = run((q, *stored, *others))
+        same, _ = run((q, *(x.to(dtype) for x in stored), *others))
+        assert same.isnan().any() == nans and not same.isnan().all()
+        torch.testing.assert_close(out, same, rtol=0, atol=0, equal_nan=True)
+
+
 def test_tiles_of_one_warpgroup_over_a_float8_cache():
     check_float8(ONE_WARPGROUP)
 

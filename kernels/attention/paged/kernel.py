@@ -490,8 +490,8 @@ class PagedAttention(AttentionForward):
                     self.copy_or_clear(to ^ 16, offset, at_row, piece * PIECE, i * 8, visible)
             cute.arch.inline_ptx("cp.async.commit_group;")
             # Here and not where it is used: the compiler waits for it at the loop's next branch.
-            next_keys = (last - 2 - (copy + 1) // 2) * self.tile_n
-            page = self.page_of(paged, table, keys, next_keys + at_lane)
+            if not of_values:
+                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
             if warp_index == 0:
                 self.expect(barrier)
             if barrier_before != 0:

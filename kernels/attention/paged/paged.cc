@@ -161,13 +161,13 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
 // Lanes copy and widen float8: 16 of a row at once.
 Status check_float8(const PagedCache& k, int64_t d) {
   if (batch_invariant() || d > kMostWidened || d % 16 != 0) {
-    return unsupported(
-        k.argument,
-        batch_invariant() ? "be bfloat16 or float16 in the batch-invariant mode where a sequence "
-                            "may have many new tokens"
-                          : "be bfloat16 or float16 where a sequence may have many new tokens, "
-                            "unless the head dimension is a multiple of 16 up to 128",
-        "float8_e4m3fn");
+    return unsupported(k.argument,
+                       batch_invariant()
+                           ? "be bfloat16 or float16 in the batch-invariant mode where a sequence "
+                             "may have many new tokens"
+                           : "be bfloat16 or float16 where a sequence may have many new tokens, "
+                             "unless the head dimension is a multiple of 16 up to 128",
+                       "float8_e4m3fn");
   }
   return Status();
 }
