@@ -80,7 +80,7 @@ def test_float8_cache(per_head):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}])
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"softcap": 5.0}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [64, 80, 128])
 @pytest.mark.parametrize("page", [1, 16, 256])

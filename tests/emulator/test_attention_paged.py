@@ -45,6 +45,22 @@ def test_windows_at_the_edges_of_pages(window):
     check(make([(20, 300), (1, 129)]), window=window)
 
 
+# Sequences whose last tile has rows for one warpgroup alone, over several blocks of keys.
+ONE_WARPGROUP = [(1, 700), (20, 900), (130, 500), (33, 640)]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": (300, 5), "causal": False}, {"softcap": 5.0}])
+def test_tiles_of_one_warpgroup(d, options):
+    check(make(ONE_WARPGROUP, d=d), **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tiles_of_one_warpgroup_in_any_order_of_warps(seed):
+    with running(lazy=seed != 2, seed=seed):
+        check(make(ONE_WARPGROUP, (4, 2)))
+
+
 def test_more_queries_than_keys():
     check(make([(40, 7), (3, 0), (70, 64)]))
 
@@ -121,10 +137,33 @@ def check_float8(lengths, heads=(6, 2), d=128, dtype=torch.bfloat16, page=16, si
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
-@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}])
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}])
 def test_float8_cache_of_many_new_tokens(d, dtype, options):
     scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0, 0.25])}
     check_float8(FLOAT8, d=d, dtype=dtype, **scales, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128])
+def test_each_float8_number_is_widened_exactly(d, dtype):
+    """Any bytes, NaN too: a cache of the same numbers in 16 bits gives the same results."""
+    q, k, v, *others = make([(70, 300), (40, 70)], (6, 2), d=d, dtype=dtype)
+    q, table = q / 1024, others[0]
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randint(0, 256, x.shape, generator=generator, dtype=torch.uint8) for x in (k, v))
+    k, v = (x - (x & 0x7F == 0x7F).byte() for x in (k, v))
+    for nans in (False, True):
+        if nans:
+            k[table[1, 2], 3, :, 5], v[table[0, 0], ::7, :, d - 1] = 0x7F, 0xFF
+        stored = [x.view(torch.float8_e4m3fn) for x in (k, v)]
+        out, _ = run((q, *stored, *others))
+        same, _ = run((q, *(x.to(dtype) for x in stored), *others))
+        assert same.isnan().any() == nans and not same.isnan().all()
+        torch.testing.assert_close(out, same, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tiles_of_one_warpgroup_over_a_float8_cache():
+    check_float8(ONE_WARPGROUP)
 
 
 @pytest.mark.parametrize("page", [1, 2, 64, 256])

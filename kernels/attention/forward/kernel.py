@@ -436,10 +436,19 @@ class AttentionForward:
             at_row = self.row_of(row, my_row, packed)
             offset = keys - queries
             bottom, top = self.free_blocks(row, offset, low, last, packed, problem)
+            first = low
+            passed = self.blocks_to_pass(row, wg, queries, low, last, packed)
+            if const_expr(passed is not None):
+                for _ in cutlass.range(passed, unroll=1):
+                    self.pass_block(k_ring, k_read, v_ring, v_read, wg)
+                    k_read.advance()
+                    v_read.advance()
+                first = low + passed
+                bottom, top = cutlass.max(bottom, first), cutlass.max(top, first)
             # Blocks at the mask's upper edge, then free ones, then those at its lower edge.
             for part in cutlass.range_constexpr(3):
                 masked = part != 1
-                begin, end = ((top, last - 1), (bottom, top), (low, bottom))[part]
+                begin, end = ((top, last - 1), (bottom, top), (first, bottom))[part]
                 if const_expr(part == 1 or (self.mask, part) in _EDGES):
                     for step in cutlass.range(end - begin, unroll=1):
                         k_ring.consumer_wait(k_read)
@@ -630,6 +639,20 @@ class AttentionForward:
         self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
         v_ring.consumer_wait(v_read)
         self.operands.multiply_pv(self.mma_pv(), sums, p, rv, v_read.index)
+        self.end_turn(wg)
+
+    @cute.jit
+    def pass_block(self, k_ring, k_read, v_ring, v_read, wg):
+        """`start` of a warpgroup that has no rows in a tile: it multiplies nothing."""
+        k_ring.consumer_wait(k_read)
+        k_ring.consumer_release(k_read)
+        self.take_turn(wg)
+        v_ring.consumer_wait(v_read)
+        v_ring.consumer_release(v_read)
+        self.end_turn(wg)
+
+    @cute.jit
+    def end_turn(self, wg):
         next_wg = wg + 1
         if next_wg == self.variant.warpgroups:
             next_wg = Int32(0)
@@ -727,6 +750,10 @@ class AttentionForward:
             last = last if row * self.tile_m < queries else Int32(1)
             low = cutlass.min(low, last - 1)
         return low, last
+
+    def blocks_to_pass(self, row, wg, queries, low, last, packed):
+        """How many blocks a warpgroup need not multiply; None if it has rows in every tile."""
+        return None
 
     def needs_mask(self, last, seq_k):
         """True if a tile's first block may have keys that some row does not see."""

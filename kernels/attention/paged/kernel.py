@@ -108,7 +108,7 @@ SIZES = Paged._fields[7:]
 class PagedAttention(AttentionForward):
     def __init__(self, name, operands, variant):
         super().__init__(name, operands, variant)
-        self.loader_registers, self.registers = 40, 232  # two ways to copy need more
+        self.loader_registers, self.registers = 56, 224  # to widen needs more
         self.widens = operands.widens
 
     # Maps and shared memory.
@@ -278,6 +278,15 @@ class PagedAttention(AttentionForward):
             low = problem.seq_k // self.tile_n + 1
             last = low + 1
         return low, last
+
+    @cute.jit
+    def blocks_to_pass(self, row, wg, queries, low, last, paged):
+        """All but the last block, whose products start with the next tile's first ones."""
+        first = (self.row_and_part(row)[0] * self.variant.warpgroups + wg) * paged.queries
+        blocks = Int32(0)
+        if first >= queries:
+            blocks = last - 1 - low
+        return blocks
 
     def hide(self, s, column, own, keys, problem):
         begin, end = None, [cutlass.min(keys - column, x + problem.right + 1 - column) for x in own]
@@ -466,7 +475,6 @@ class PagedAttention(AttentionForward):
             if not of_values:
                 place_before = place
                 place = self.place_of(paged, page, first + at_lane)
-                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
             of_copy = place_before if of_values & (copy < copies - 1) else place
             index, parity = self.stage_of(blocks + block)
             barrier, to = full + index * 8, memory + own + index * (self.tile_n * self.d * 2)
@@ -481,6 +489,9 @@ class PagedAttention(AttentionForward):
                     offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
                     self.copy_or_clear(to ^ 16, offset, at_row, piece * PIECE, i * 8, visible)
             cute.arch.inline_ptx("cp.async.commit_group;")
+            # Here and not where it is used: the compiler waits for it at the loop's next branch.
+            if not of_values:
+                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
             if warp_index == 0:
                 self.expect(barrier)
             if barrier_before != 0:

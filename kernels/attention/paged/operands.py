@@ -22,7 +22,7 @@ class Factors(NamedTuple):
 class PagedOperands(HalfOperands):
     def __init__(self, dtype, variant):
         super().__init__(dtype, variant)
-        self.widens = variant.d <= 128 and not variant.capped  # takes float8 caches
+        self.widens = variant.d <= 128  # takes float8 caches
 
     def scales(self, factors, entry, head, problem):
         if not self.widens:
@@ -32,7 +32,10 @@ class PagedOperands(HalfOperands):
         kv_head = head % problem.heads // (problem.heads // problem.kv_heads)
         of_keys = stored_factor(factors.k_scale, kv_head * factors.k_scale_step)
         of_values = stored_factor(factors.v_scale, kv_head * factors.v_scale_step)
-        return with_limit(float_from_bits(problem.scale) * of_keys), None, of_values
+        scale, slope = float_from_bits(problem.scale), float_from_bits(problem.slope)
+        if self.variant.capped:
+            return scale, slope * of_keys, of_values
+        return with_limit(scale * of_keys), None, of_values
 
 
 @cute.jit

@@ -159,16 +159,15 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
 }
 
 // Lanes copy and widen float8: 16 of a row at once.
-Status check_float8(const PagedCache& k, int64_t d, bool capped) {
-  if (batch_invariant() || d > kMostWidened || d % 16 != 0 || capped) {
-    return unsupported(
-        k.argument,
-        batch_invariant() ? "be bfloat16 or float16 in the batch-invariant mode where a sequence "
-                            "may have many new tokens"
-                          : "be bfloat16 or float16 where a sequence may have many new tokens, "
-                            "unless the head dimension is a multiple of 16 up to 128 and `softcap` "
-                            "is None",
-        "float8_e4m3fn");
+Status check_float8(const PagedCache& k, int64_t d) {
+  if (batch_invariant() || d > kMostWidened || d % 16 != 0) {
+    return unsupported(k.argument,
+                       batch_invariant()
+                           ? "be bfloat16 or float16 in the batch-invariant mode where a sequence "
+                             "may have many new tokens"
+                           : "be bfloat16 or float16 where a sequence may have many new tokens, "
+                             "unless the head dimension is a multiple of 16 up to 128",
+                       "float8_e4m3fn");
   }
   return Status();
 }
@@ -181,7 +180,7 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   const Argument table{kOp, "page_table", *call.page_table};
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
-  if (is_float8(*call.k_cache)) TIERCEL_RETURN_IF_ERROR(check_float8(k, d, options.softcap != 0.0));
+  if (is_float8(*call.k_cache)) TIERCEL_RETURN_IF_ERROR(check_float8(k, d));
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 256",
                        std::to_string(d));

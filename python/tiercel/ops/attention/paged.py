@@ -108,7 +108,7 @@ def paged_attention(
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
             are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
             for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64, or D is a
-            multiple of 16 up to 128 and ``softcap`` is None.
+            multiple of 16 up to 128.
         v_cache: The same.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
             cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
