@@ -48,6 +48,47 @@ def test_mixed(d, dtype, options):
     check(draw(MIXED, (8, 2), d=d, dtype=dtype), **options)
 
 
+WIDE = [(1, 777), (150, 210), (0, 40), (3, 3), (700, 1500), (0, 0), (1, 4097), (20, 148)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("lengths", [[(1, 77), (9, 140), (0, 9)], [(70, 140), (33, 40)]])
+def test_small_wide_heads(lengths, page):
+    """Decoding alone, and sequences of several tiles."""
+    given = draw(lengths, (8, 2), d=512, page=page, around=(3, 5))
+    check(given, sinks=torch.zeros(8, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [264, 320, 448, 512])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}]
+)
+def test_wide_heads(d, dtype, options):
+    check(draw(WIDE, (8, 2), d=d, dtype=dtype, around=(2, 9)), **options)
+    check(draw([(1, 900), (2, 3000), (1, 1)], (8, 2), d=d, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [1, 4, 8, 16, 64, 256])
+@pytest.mark.parametrize("heads", [(16, 4), (5, 1), (64, 1)])
+def test_wide_heads_in_pages(page, layout, heads):
+    check(draw(WIDE, heads, page=page, layout=layout, d=512))
+    check(draw([(1, 20_000), (1, 100)], heads, page=page, layout=layout, d=512))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40, 300])
+@pytest.mark.parametrize("keys", [100, 3000, 9000])
+@pytest.mark.parametrize("new", [1, 8, 40])
+def test_wide_heads_of_batches(new, keys, batch):
+    lengths = [(new, max(keys * (i % 4 + 1) // 4, new)) for i in range(batch)]
+    given = draw(lengths, (4, 1), d=512, around=(2, 1))
+    check(given)
+    results = [tiercel.paged_attention(*given) for _ in range(3)]
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
 FEW = [(1, 777), (2, 210), (0, 40), (2, 2), (1, 1), (0, 0), (1, 4097), (2, 1), (1, 0)]
 
 
@@ -214,11 +255,12 @@ def test_more_than_two_to_the_31_elements_of_cache():
     check((q, *caches, torch.where(used, table + pages - len(k), table).int(), *rest))
 
 
-def test_a_graph_whose_sequences_change():
+@pytest.mark.parametrize("d", [128, 512])
+def test_a_graph_whose_sequences_change(d):
     """A server's graph: captured at the first call, and starts, lengths and pages are written
     between replays."""
-    other = draw([(1, 50), (0, 0), (5, 9), (30, 300)], d=128, around=(0, 20))
-    given = draw([(20, 300), (1, 1), (0, 7), (10, 200)], d=128, around=(0, 25))
+    other = draw([(1, 50), (0, 0), (5, 9), (30, 300)], d=d, around=(0, 20))
+    given = draw([(20, 300), (1, 1), (0, 7), (10, 200)], d=d, around=(0, 25))
     places = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -231,8 +273,9 @@ def test_a_graph_whose_sequences_change():
         assert_close(result, lse, *truth)
 
 
-def test_two_streams():
-    cases = [draw([(200, 900), (1, 3000)], (8, 2), d=128, seed=seed) for seed in range(2)]
+@pytest.mark.parametrize("d", [128, 512])
+def test_two_streams(d):
+    cases = [draw([(200, 900), (1, 3000)], (8, 2), d=d, seed=seed) for seed in range(2)]
     due = [tiercel.paged_attention(*case) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
@@ -246,10 +289,11 @@ def test_two_streams():
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 512])
 @pytest.mark.parametrize("contents", [-(2**31), -1, 2**29, 2**31 - 1])
-def test_any_contents(contents):
+def test_any_contents(contents, d):
     """Nothing beside the tensors is touched."""
-    q, k, v, table, lengths, starts, longest = draw([(20, 30), (3, 40)])
+    q, k, v, table, lengths, starts, longest = draw([(20, 30), (3, 40)], d=d)
     for x in (table, lengths, starts):
         kept = x.clone()
         x.fill_(contents)

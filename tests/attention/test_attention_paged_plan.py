@@ -83,10 +83,21 @@ def test_queries_of_a_tile(make, heads, queries):
     assert got["grid"] == min((900 + 3 * (queries - 1)) // queries * heads[1], 132)
 
 
+@pytest.mark.parametrize("d", [264, 512])
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "BFloat16"), ("float16", "Float16")])
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (7, 0)}, {"softcap": 5.0}])
+def test_the_kernel_of_wide_heads(make, d, dtype, name, options):
+    for longest in (1, 900):
+        got = plan(make, d=d, dtype=dtype, longest=longest, **options)
+        assert got["kernel"] == f"attention_paged_wide<{name}>"
+        assert (got["tile_m"], got["tile_n"], got["block"]) == (64, 64, 512)
+
+
 @pytest.mark.parametrize(("page", "rows"), [(1, 1), (16, 16), (64, 64), (128, 128), (256, 128)])
 def test_rows_of_a_copy(make, page, rows):
     assert plan(make, cache=(50, page))["copy_rows"] == rows
-    assert plan(make, cache=(50, page), d=256)["copy_rows"] == min(rows, 64)
+    for d in (256, 512):
+        assert plan(make, cache=(50, page), d=d)["copy_rows"] == min(rows, 64)
 
 
 def test_empty(make):
@@ -115,13 +126,21 @@ def test_pages_of_any_stride(make):
 @pytest.mark.parametrize(
     ("text", "given"),
     [
-        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 264}),
-        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 20}),
+        ("`q` must have a head dimension that is a multiple of 8 up to 512", {"d": 520}),
+        ("`q` must have a head dimension that is a multiple of 8 up to 512", {"d": 20}),
         ("`q` must be bfloat16 or float16", {"dtype": "float8_e4m3fn"}),
         (
             "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens, "
             "unless the head dimension is a multiple of 16 up to 128",
             float8(d=256),
+        ),
+        (
+            "`k_cache` must be bfloat16 or float16 with a head dimension of more than 256",
+            float8(d=512, longest=1),
+        ),
+        (
+            "`tree_mask` must be None with a head dimension of more than 256",
+            {"tree": ExchangeTensor(900, dtype="int64"), "longest": 9, "d": 512},
         ),
         ("`k_cache` must be bfloat16 or float16 where .* multiple of 16", float8(d=72)),
         ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),

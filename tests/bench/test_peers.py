@@ -12,7 +12,7 @@ import torch
 import tiercel
 from tiercel.workbench.bench import peers
 from tiercel.workbench.bench.launch import Unsupported
-from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, flashkda, vllm
+from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, flashkda, vllm, vllm_triton
 
 PACKAGES = {
     "fa4": ("flash_attn", "flash-attn-4"),
@@ -33,6 +33,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", gone)
     monkeypatch.delenv("TIERCEL_BENCH_VLLM", raising=False)
     monkeypatch.delenv("TIERCEL_BENCH_VLLM_VERSION", raising=False)
+    monkeypatch.delenv("TIERCEL_BENCH_VLLM_SOURCE", raising=False)
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def test_those_that_are_not_here_say_why():
         assert missing[name] == f"the package {distribution} is not installed"
     for name in ("vllm", "fa3", "flashkda"):
         assert "TIERCEL_BENCH_VLLM names no library" in missing[name]
+    assert "TIERCEL_BENCH_VLLM_SOURCE names no folder" in missing["vllm.triton"]
     assert "deep_gemm" in missing["deepgemm"]
 
 
@@ -115,6 +117,12 @@ def test_vllm_that_is_named_wrongly(monkeypatch, tmp_path):
     assert "neither a _moe_C nor a _C library" in peers.find([vllm.PEER])[1]["vllm"]
     libraries(tmp_path, "_C.abi3.so")
     assert peers.find([vllm.PEER])[1]["vllm"].startswith("OSError")
+
+
+def test_vllm_s_source_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIERCEL_BENCH_VLLM_SOURCE", str(tmp_path))
+    reason = peers.find([vllm_triton.PEER])[1]["vllm.triton"]
+    assert "has no vllm.v1.attention.ops.triton_unified_attention" in reason
 
 
 def test_an_operator_that_this_vllm_lacks():

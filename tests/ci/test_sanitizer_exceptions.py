@@ -43,6 +43,7 @@ def test_each_has_a_case_that_is_reported(rule):
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", WRITE_READ),
         ("racecheck", "attention_backward_fp16_d128_64x128", WRITE_READ),
         ("racecheck", "mla_decode<BFloat16, 1, 0>", READ_WRITE),
+        ("racecheck", "attention_paged_wide<BFloat16, 1>", READ_WRITE),
         ("racecheck", "mla_sparse<Float16, 0, 1>", WRITE_READ),
         ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),
         ("synccheck", "gated_linear_fp16_silu_128x64_split_k", DIVERGENT),

@@ -87,14 +87,15 @@ def decode_attention(source, queries=1, cache=None, d=128, group=4, **options):
 @case("paged_attention", "float8", most=8, cache=torch.float8_e4m3fn)
 @case("paged_attention", "window", most=40, window=(700, 0))
 @case("paged_attention", "trees", most=24, trees=True)
-def paged_attention(source, most=1, cache=None, trees=False, **options):
-    paged = Paged(source, _LENGTHS)
+@case("paged_attention", "wide", most=40, d=512)
+def paged_attention(source, most=1, cache=None, trees=False, d=128, **options):
+    paged = Paged(source, _LENGTHS, d=d)
     counts = [min(n, 1 + (7 * i) % most) for i, n in enumerate(_LENGTHS)]
     words = [1]  # of a binary tree: a node's ancestors and itself
     while trees and len(words) < most:
         words.append(words[(len(words) - 1) // 2] | 1 << len(words))
     words = torch.tensor(words, device=source.device)
-    parts = [source.normal(n, 8, 128) for n in counts]
+    parts = [source.normal(n, 8, d) for n in counts]
     k, v = paged.k.to(cache or paged.k.dtype), paged.v.to(cache or paged.v.dtype)
 
     def run(rows):

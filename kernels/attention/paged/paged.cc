@@ -7,6 +7,7 @@
 
 #include "kernels/attention/common/problem.h"
 #include "kernels/attention/paged/as_decode.h"
+#include "kernels/attention/paged/as_wide.h"
 #include "kernels/attention/paged/cache.h"
 #include "kernels/attention/paged/head_slice.h"
 #include "kernels/attention/paged/split.h"
@@ -27,10 +28,10 @@ constexpr int64_t kMostStep = 0x7fffffff;
 constexpr int64_t kMostTiles = int64_t{1} << 22;  // of a key head: kernel.py's _NO_TILE
 constexpr int64_t kRows = 64;                     // of a warpgroup
 constexpr int64_t kWarpgroups = 2;
-constexpr int64_t kMostCopies = 8;  // of the engine, for a block of keys: more start too slowly
-constexpr int64_t kColumns = 64;    // of a copy
-constexpr int64_t kVector = 8;      // elements of out in 16 bytes
-constexpr int64_t kMaxHeadDimension = 256;
+constexpr int64_t kMostCopies = 8;     // of the engine, for a block of keys: more start too slowly
+constexpr int64_t kColumns = 64;       // of a copy
+constexpr int64_t kVector = 8;         // elements of out in 16 bytes
+constexpr int64_t kMostOfTiles = 256;  // head dimension of kernel.py; paged_wide.cu has the rest
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
 
@@ -160,6 +161,10 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
 
 // Lanes copy and widen float8: 16 of a row at once.
 Status check_float8(const PagedCache& k, int64_t d) {
+  if (d > kMostOfTiles) {
+    return unsupported(k.argument, "be bfloat16 or float16 with a head dimension of more than 256",
+                       "float8_e4m3fn");
+  }
   if (batch_invariant() || d > kMostWidened || d % 16 != 0) {
     return unsupported(k.argument,
                        batch_invariant()
@@ -181,8 +186,8 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
   if (is_float8(*call.k_cache)) TIERCEL_RETURN_IF_ERROR(check_float8(k, d));
-  if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
-    return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 256",
+  if (d < 8 || d > kWideColumns || d % 8 != 0) {
+    return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 512",
                        std::to_string(d));
   }
   if (group > kRows) {
@@ -226,7 +231,10 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   if (call.tree != nullptr) {
     const Argument tree{kOp, "tree_mask", *call.tree};
     TIERCEL_RETURN_IF_ERROR(check_steps(tree));
-    return unsupported(tree, "be None with these strides of other tensors", "a tensor");
+    return unsupported(tree,
+                       d > kMostOfTiles ? "be None with a head dimension of more than 256"
+                                        : "be None with these strides of other tensors",
+                       "a tensor");
   }
   for (int i = 0; i < 2; ++i) {
     if (call.out->shape[i] > 1 && call.out->strides[i] / kVector > kMostStep) {
@@ -254,8 +262,12 @@ bool decodes(const PagedAttentionCall& call) {
 }
 
 struct Choice {
-  const AttentionPagedKernel* kernel = nullptr;  // null for an empty output
-  int64_t group, queries, tiles, copy_rows;      // as in AttentionPagedArguments
+  // Null for an empty output, or one of them is.
+  const AttentionPagedKernel* kernel = nullptr;
+  const PagedWideKernel* wide = nullptr;
+  int64_t tile_n, d;                         // keys of a step; columns of the tiles
+  int64_t most;                              // queries of a tile
+  int64_t group, queries, tiles, copy_rows;  // as in AttentionPagedArguments
   int64_t parts = 1;
   int64_t part_blocks = 0;  // blocks of keys of a part in the batch-invariant mode
   int64_t heads = 0;        // of keys, of a launch: all but in that mode
@@ -271,12 +283,13 @@ struct Choice {
   }
 };
 
-// Keys that the tiles of `most` queries see are split at multiples of kPagedPartKeys, so a row's
+// Keys that a tile sees are split at multiples of kPagedPartKeys, so a row's
 // sums depend on its own keys alone.
-Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, Choice* choice) {
+Status choose_fixed(const PagedAttentionCall& call, int64_t keys, Choice* choice) {
   const AttentionOptions& options = call.options;
   const bool spans = options.left >= 0 && options.right >= 0;
-  const int64_t seen = attention_limit(options.left) + attention_limit(options.right) + most;
+  const int64_t seen =
+      attention_limit(options.left) + attention_limit(options.right) + choice->most;
   const int64_t parts = paged_fixed_parts(keys, spans ? seen : keys);
   if (options.left >= 0 && parts > kPagedMostFixedParts) {
     return unsupported({kOp, "page_table", *call.page_table},
@@ -286,7 +299,7 @@ Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, 
                        shape_text(call.page_table->shape, 2));
   }
   choice->parts = std::min(parts, kPagedMostFixedParts);
-  choice->part_blocks = kPagedPartKeys / choice->kernel->variant.tile_n;
+  choice->part_blocks = kPagedPartKeys / choice->tile_n;
   // A sink, and a logarithm, has other bits where it joins in the first kernel.
   choice->combined = choice->parts > 1 || call.sinks != nullptr || call.lse != nullptr;
   choice->heads = call.k_cache->shape[2];
@@ -297,14 +310,11 @@ Status choose_fixed(const PagedAttentionCall& call, int64_t keys, int64_t most, 
   return Status();
 }
 
-Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
-              const PagedCache& v, Choice* choice) {
-  const TensorView& q = *call.q;
-  if (is_empty(call)) return Status();
-  TIERCEL_RETURN_IF_ERROR(check_supported(call, k, v));
-  const AttentionOptions& options = call.options;
+// kernel.py's kernel for a head dimension, a mask and a cap.
+const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options) {
   const bool capped = options.softcap != 0.0;
   const bool causal = !capped && options.left < 0 && options.right == 0;
+  const AttentionPagedKernel* found = nullptr;
   int count = 0;
   const AttentionPagedKernel* kernels = attention_paged_kernels(&count);
   for (int i = 0; i < count; ++i) {
@@ -313,36 +323,59 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
         (variant.mask == AttentionMask::kCausal) != causal) {
       continue;
     }
-    if (choice->kernel == nullptr || variant.d < choice->kernel->variant.d) {
-      choice->kernel = &kernels[i];
-    }
+    if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
   }
+  return found;
+}
+
+void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
+  const TensorView& q = *call.q;
+  const int64_t places = call.k_cache->shape[1];
+  if (q.shape[2] > kMostOfTiles) {
+    choice->wide = &wide_kernel(q.dtype);
+    choice->tile_n = kWideStep;
+    choice->d = kWideColumns;
+    choice->copy_rows = std::min<int64_t>(places, kWideStep);
+    choice->most = choice->queries;
+    return;
+  }
+  choice->kernel = find_kernel(q, call.options);
+  choice->tile_n = choice->kernel->variant.tile_n;
+  choice->d = choice->kernel->variant.d;
+  choice->copy_rows = std::min<int64_t>(places, choice->tile_n);
+  choice->most = kWarpgroups * choice->queries;
+}
+
+Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
+              const PagedCache& v, Choice* choice) {
+  const TensorView& q = *call.q;
+  if (is_empty(call)) return Status();
+  TIERCEL_RETURN_IF_ERROR(check_supported(call, k, v));
+  const AttentionOptions& options = call.options;
   const int64_t kv_heads = call.k_cache->shape[2], batch = call.cu_seqlens_q->shape[0] - 1;
   choice->group = q.shape[1] / kv_heads;
   choice->queries = kRows / choice->group;
-  const int64_t most = kWarpgroups * choice->queries;  // of a tile
   if (batch > kMostTiles) return too_many(q);
+  choose_kernel(call, choice);
+  const int64_t most = choice->most;
   choice->tiles = (q.shape[0] + batch * (most - 1)) / most;
-  choice->copy_rows = std::min<int64_t>(call.k_cache->shape[1], choice->kernel->variant.tile_n);
   if (choice->tiles > kMostTiles || choice->tiles > kMostStep / 2 / kv_heads) return too_many(q);
   PagedLoad load;
   load.tiles = choice->tiles * kv_heads;
   load.keys = call.page_table->shape[1] * call.k_cache->shape[1];
   if (call.max_keys >= 0) load.keys = std::min(load.keys, call.max_keys);
   if (batch_invariant()) {
-    TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load.keys, most, choice));
-    choice->blocks = static_cast<unsigned>(
-        std::min<int64_t>(choice->tiles * choice->heads * choice->parts, multiprocessors));
-    return Status();
+    TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load.keys, choice));
+  } else {
+    if (options.left >= 0) load.keys = std::min(load.keys, attention_limit(options.left) + most);
+    load.tile_n = choice->tile_n;
+    load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
+    choice->parts = paged_parts(load, multiprocessors);
+    choice->combined = choice->parts > 1;
+    choice->heads = kv_heads;
   }
-  if (options.left >= 0) load.keys = std::min(load.keys, attention_limit(options.left) + most);
-  load.tile_n = choice->kernel->variant.tile_n;
-  load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
-  choice->parts = paged_parts(load, multiprocessors);
-  choice->combined = choice->parts > 1;
-  choice->heads = kv_heads;
-  choice->blocks = static_cast<unsigned>(
-      std::min<int64_t>(choice->tiles * kv_heads * choice->parts, multiprocessors));
+  const int64_t items = choice->tiles * choice->heads * choice->parts;
+  choice->blocks = static_cast<unsigned>(std::min<int64_t>(items, multiprocessors));
   return Status();
 }
 
@@ -373,8 +406,7 @@ void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
   a->v_row = narrow(v.strides[0] * bytes);
   a->k_head = narrow(k.strides[1] * bytes / 16);
   a->v_head = narrow(v.strides[1] * bytes / 16);
-  const AttentionPagedVariant& tile = choice.kernel->variant;
-  const int64_t copies = tile.tile_n / choice.copy_rows * (tile.d / kColumns);
+  const int64_t copies = choice.tile_n / choice.copy_rows * (choice.d / kColumns);
   a->loader = is_float8(k.rows) ? kByWidening : copies <= kMostCopies ? kByEngine : kByLanes;
 }
 
@@ -414,7 +446,7 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->page_rows = narrow(k.page_rows);
   a->last_page = narrow(call.k_cache->shape[0] - 1);
   a->copy_rows = narrow(choice.copy_rows);
-  a->copies = narrow(choice.kernel->variant.tile_n / choice.copy_rows);
+  a->copies = narrow(choice.tile_n / choice.copy_rows);
   a->group = narrow(choice.group);
   a->queries = narrow(choice.queries);
   a->tiles = narrow(choice.tiles);
@@ -485,17 +517,17 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
   if (choice.heads < call.k_cache->shape[2]) {
     return paged_attention_plan(HeadSlice(call, 0, choice.heads).call(), multiprocessors, plan);
   }
-  const AttentionPagedKernel& kernel = *choice.kernel;
-  *plan = {kernel.kernel.name(),
+  const AttentionPagedKernel* kernel = choice.kernel;
+  *plan = {kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
            choice.combined ? combine_for(call.q->dtype).kernel.name() : "none",
-           kernel.variant.tile_m,
-           kernel.variant.tile_n,
-           static_cast<int>(kWarpgroups * choice.queries),
+           kernel == nullptr ? kWideRows : kernel->variant.tile_m,
+           static_cast<int>(choice.tile_n),
+           static_cast<int>(choice.most),
            static_cast<int>(choice.copy_rows),
            static_cast<int>(choice.parts),
            choice.blocks,
-           kernel.block,
-           kernel.dynamic_smem,
+           kernel == nullptr ? kWideThreads : kernel->block,
+           kernel == nullptr ? kWideShared : kernel->dynamic_smem,
            choice.workspace(*call.q)};
   return Status();
 }
@@ -530,6 +562,21 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   blocks_ = choice.blocks;
   AttentionPagedArguments& a = arguments_;
   set_arguments(call, choice, k, v, &a);
+  if (choice.combined) {
+    combine_ = &combine_for(dtype_);
+    partial_ = choice.partial(q);
+    set_combine(call, a, &combined_);
+  }
+  if (choice.wide != nullptr) {
+    wide_ = choice.wide;
+    set_wide(call, a, choice.combined, k, v, &wide_arguments_);
+    const TensorMapSpec spec{3,
+                             {static_cast<uint32_t>(choice.copy_rows), 1, 64},
+                             CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(spec, k.rows, kOp, "k_cache", &a.k_map));
+    return encode_tensor_map(spec, v.rows, kOp, "v_cache", &a.v_map);
+  }
   TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 0, q, "q", choice.group, choice.queries, &a.q_map));
   if (a.loader == kByWidening) {
     a.k_map = a.v_map = a.q_map;  // only prefetched
@@ -542,9 +589,6 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   if (!choice.combined) {
     return encode_rows(*kernel_, 3, out, "out", choice.group, choice.queries, &a.o_map);
   }
-  combine_ = &combine_for(dtype_);
-  partial_ = choice.partial(q);
-  set_combine(call, a, &combined_);
   a.sinks = nullptr;
   return Status();
 }
@@ -563,25 +607,38 @@ Status PagedAttentionLaunch::run(float* workspace, void* stream) {
   for (PagedAttentionLaunch& slice : slices_) {
     TIERCEL_RETURN_IF_ERROR(slice.run(workspace, stream));
   }
-  if (kernel_ == nullptr) return Status();
+  if (kernel_ == nullptr && wide_ == nullptr) return Status();
   AttentionPagedArguments& a = arguments_;
+  PagedWideArgs& w = wide_arguments_;
   if (combine_ != nullptr) {
     // The parts' results as heads of one tensor.
     const int64_t heads = int64_t{a.parts} * a.heads, d = int64_t{combined_.row_vectors} * kVector;
     const int64_t shape[] = {a.total_q, heads, d}, strides[] = {heads * d, d, 1};
     const TensorView view{workspace, dtype_, DeviceType::kCUDA, device_, 3, shape, strides};
-    TIERCEL_RETURN_IF_ERROR(
-        encode_rows(*kernel_, 3, view, "workspace", a.group, a.queries, &a.o_map));
-    combined_.partial = reinterpret_cast<const char*>(workspace);
+    if (kernel_ != nullptr) {
+      TIERCEL_RETURN_IF_ERROR(
+          encode_rows(*kernel_, 3, view, "workspace", a.group, a.queries, &a.o_map));
+    }
+    w.out = reinterpret_cast<char*>(workspace);
+    for (int i = 0; i < 2; ++i) w.out_strides[i] = strides[i] * dtype_bytes(dtype_);
+    combined_.partial = w.out;
     combined_.partial_lse = workspace + partial_;
-    a.lse = workspace + partial_;
+    a.lse = w.lse = workspace + partial_;
   }
   LaunchConfig config;
   config.grid.x = blocks_;
-  config.block.x = kernel_->block;
-  config.dynamic_smem = kernel_->dynamic_smem;
-  config.dependent = kernel_->dependent;
-  TIERCEL_RETURN_IF_ERROR(kernel_->launch(config, device_, stream, &a));
+  if (wide_ != nullptr) {
+    config.block.x = kWideThreads;
+    config.dynamic_smem = kWideShared;
+    config.dependent = true;
+    void* pointers[] = {&w, &a.k_map, &a.v_map};
+    TIERCEL_RETURN_IF_ERROR(wide_->kernel.launch(config, device_, stream, pointers));
+  } else {
+    config.block.x = kernel_->block;
+    config.dynamic_smem = kernel_->dynamic_smem;
+    config.dependent = kernel_->dependent;
+    TIERCEL_RETURN_IF_ERROR(kernel_->launch(config, device_, stream, &a));
+  }
   if (combine_ == nullptr) return Status();
   LaunchConfig second;
   second.grid.x = static_cast<unsigned>(ceil_div(combined_.vectors, int64_t{kPagedCombineThreads}));

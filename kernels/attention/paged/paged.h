@@ -9,6 +9,7 @@
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/paged/combine.h"
 #include "kernels/attention/paged/kernels.h"
+#include "kernels/attention/paged/wide.h"
 
 namespace tiercel {
 
@@ -70,13 +71,14 @@ class PagedAttentionLaunch {
   Status run(float* workspace, void* stream);
 
  private:
-  const AttentionPagedKernel* kernel_ =
-      nullptr;                                   // null for an empty output, and where decode_ runs
-  const PagedCombineKernel* combine_ = nullptr;  // null where keys are not split
+  const AttentionPagedKernel* kernel_ = nullptr;  // null for an empty output, and where others run
+  const PagedWideKernel* wide_ = nullptr;         // for head dimensions above 256
+  const PagedCombineKernel* combine_ = nullptr;   // null where keys are not split
   bool decodes_ = false;
   DecodeLaunch decode_;
   std::vector<PagedAttentionLaunch> slices_;  // of heads, one after the other; or none
   AttentionPagedArguments arguments_{};
+  PagedWideArgs wide_arguments_{};
   PagedCombineArgs combined_{};
   int64_t partial_ = 0;  // floats
   unsigned blocks_ = 0;

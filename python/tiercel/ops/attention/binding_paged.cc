@@ -77,7 +77,7 @@ constexpr Function kFunctions[] = {
      "Allocates the workspace that the plan tells of, unless it is given.",
      "None", Describe<kPaged>},
     PlanOf<kPaged, paged_attention_plan, kPlan>("paged_attention_plan"),
-    LoadOf<attention_paged_kernels, paged_combine_kernels, decode_kernels_bf16,
+    LoadOf<attention_paged_kernels, paged_combine_kernels, paged_wide_kernels, decode_kernels_bf16,
            decode_kernels_bf16_fp8, decode_kernels_fp16, decode_kernels_fp16_fp8,
            decode_combine_kernels>("paged_attention_load"),
 };

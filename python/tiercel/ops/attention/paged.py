@@ -102,13 +102,14 @@ def paged_attention(
 
     Args:
         q: ``[Tq, H, D]``, bfloat16 or float16; ref takes float8_e4m3fn too. The precompiled kernels
-            take D that is a multiple of 8 up to 256, and are fastest with 64 and 128; any strides
-            that are multiples of 16 bytes with the last dimension contiguous, here and below.
+            take D that is a multiple of 8 up to 512, and are fastest with 64 and 128; from 264 on,
+            tiles have 512 columns. They take any strides that are multiples of 16 bytes with the
+            last dimension contiguous, here and below.
         k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn. Hk divides H:
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
             are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
-            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64, or D is a
-            multiple of 16 up to 128.
+            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64 and D at most
+            256, or D is a multiple of 16 up to 128.
         v_cache: The same.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
             cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
@@ -131,10 +132,10 @@ def paged_attention(
         q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
         tree_mask: ``[Tq]`` int64, any stride: for drafts that are trees. Bit j of a row's word says
             that the query sees new token j of its sequence; it sees all keys before the new tokens,
-            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
-            the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
-            not have do not count. The op's page makes one of :func:`tiercel.verify_draft`'s
-            ``parents``.
+            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True; the precompiled
+            kernels take D up to 256. A window holds the last ``left + 1`` of the keys that a query
+            sees. Bits of tokens that a sequence does not have do not count. The op's page makes one
+            of :func:`tiercel.verify_draft`'s ``parents``.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
             how keys are split among blocks, and changes nothing else. In the batch-invariant mode
             bits may depend on one that is too small.

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel.ops.attention.cases_paged import lengths
 from tiercel.workbench.bench.launch import Launch, Unsupported
-from tiercel.workbench.bench.peers import fa3
+from tiercel.workbench.bench.peers import fa3, vllm_triton
 
 
 def _plain(case: Any) -> None:
@@ -16,10 +16,16 @@ def _plain(case: Any) -> None:
         raise Unsupported("trees and caches of another dtype")
 
 
+def _plain_and_narrow(case: Any) -> None:
+    _plain(case)
+    if case["D"] > 256:
+        raise Unsupported("heads of more than 256")
+
+
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
-    _plain(case)
+    _plain_and_narrow(case)
     out = torch.empty_like(inputs["q"])
     given = {
         "q": inputs["q"],
@@ -44,7 +50,7 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
-    _plain(case)
+    _plain_and_narrow(case)
     function: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     q, k, v, table, used, starts = inputs.values()
     longest = max(new for new, _ in lengths(case))
@@ -61,12 +67,48 @@ def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run)
 
 
+def _vllm_triton(case: Any, inputs: dict[str, Any]) -> Launch:
+    """With the scratch that vLLM's backend gives it, for up to 16 segments of a sequence."""
+    import torch
+
+    _plain(case)
+    function = vllm_triton.unified_attention()
+    q, k, v, table, used, starts = inputs.values()
+    new, keys = (max(n) for n in zip(*lengths(case), strict=True))
+    out, most, segments = torch.empty_like(q), 128 // k.shape[2], 16
+    scratch = {"dtype": torch.float32, "device": q.device}
+    sums = [torch.empty(most, q.shape[1], segments, **scratch) for _ in range(2)]
+    columns = 1 << (q.shape[2] - 1).bit_length()
+    options = {
+        "softmax_scale": q.shape[2] ** -0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        **dict.fromkeys(("q_descale", "k_descale", "v_descale")),
+        "seq_threshold_3D": most,
+        "num_par_softmax_segments": segments,
+        "softmax_segm_output": torch.empty(most, q.shape[1], segments, columns, **scratch),
+        "softmax_segm_max": sums[0],
+        "softmax_segm_expsum": sums[1],
+    }
+
+    def run() -> tuple[Any, ...]:
+        function(
+            *(q, k, v, out, starts, new, used, keys),
+            block_table=table,
+            **options,
+        )
+        return (out,)
+
+    return Launch(run)
+
+
 def _separate(case: Any, inputs: dict[str, Any]) -> Launch:
     """decode_attention of the decoding sequences, and attention of the others, whose keys lie
     contiguous."""
     import tiercel
 
-    _plain(case)
+    _plain_and_narrow(case)
     q, k, v, table, used, _ = inputs.values()
     out, of_each, decoding = q.new_empty(q.shape), lengths(case), int(case["decoding"])
     one, many = slice(0, decoding), slice(decoding, None)
@@ -92,4 +134,5 @@ ADAPTERS = {
     "fa3": {"paged_attention": _fa3},
     "fa4": {"paged_attention": _fa4},
     "separate": {"paged_attention": _separate},
+    "vllm.triton": {"paged_attention": _vllm_triton},
 }

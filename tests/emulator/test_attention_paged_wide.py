@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention's kernel for head dimensions above 256 on the emulator, against float64."""
+
+import pytest
+import torch
+from support.emulator import kernels
+from support.emulator import options as running
+from support.paged import make
+from support.paged_emulator import arguments, check, run
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+MIXED = [(1, 77), (40, 110), (0, 40), (3, 3), (1, 1), (20, 148), (0, 0)]
+PROMPTS = [(70, 130), (33, 33), (65, 70)]
+
+
+def plan(given, **options):
+    return kernels.paged_attention_plan(*arguments(given, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [264, 384, 512])
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}])
+def test_mixed(d, dtype, options):
+    given = make(MIXED, d=d, dtype=dtype)
+    assert plan(given)["kernel"].startswith("attention_paged_wide<")
+    check(given, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (20, 0)}])
+@pytest.mark.parametrize("d", [320, 512])
+def test_several_tiles_of_a_sequence(d, options):
+    given = make(PROMPTS, (8, 2), d=d, around=(2, 1))
+    assert plan(given)["queries"] == 16
+    check(given, **options)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [1, 4, 8, 32, 64, 256])
+def test_pages(page, layout):
+    """Pages of fewer than 8 keys are copied row by row."""
+    given = make([(20, 70), (1, 66), (18, 17)], (8, 2), d=512, page=page, layout=layout)
+    check(given)
+    check(make([(1, 150), (2, 3)], (8, 2), d=504, page=page, layout=layout))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (64, 1), (48, 1), (3, 3)])
+def test_groups(heads):
+    check(make([(6, 40), (1, 130)], heads, d=512, around=(3, 5)))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (15, 0), (63, 64), (100, -1), (-1, 4)])
+def test_windows(window):
+    check(make([(20, 200), (9, 128), (1, 64), (1, 65)], d=512), window=window, causal=False)
+    check(make([(5, 200), (1, 129)], d=512), window=window)
+
+
+def test_more_queries_than_keys():
+    check(make([(40, 7), (3, 0), (20, 19)], d=512))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_sinks(softcap):
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0])
+    check(make(MIXED, d=512), sinks, softcap=softcap)
+
+
+def test_rows_in_no_sequence():
+    given = make([(5, 40), (0, 9), (1, 1)], d=512, around=(30, 7))
+    sinks = torch.zeros(4)
+    out, lse = run(given, sinks)
+    check(given, sinks)
+    assert (out[:30] == 0).all() and (lse[:, :30] == -torch.inf).all()
+    assert (out[36:] == 0).all() and (lse[:, 36:] == -torch.inf).all()
+
+
+def test_no_sequence_at_all():
+    out, lse = run(make([(0, 0)] * 3, d=512, around=(0, 4)))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+LONG = [(20, 700), (0, 3), (1, 400), (33, 33), (2, 1)]
+
+
+@pytest.mark.parametrize("d", [264, 512])
+@pytest.mark.parametrize("options", [{}, {"window": (300, 5), "causal": False}, {"softcap": 5.0}])
+def test_keys_split_among_blocks(d, options):
+    given = make(LONG, d=d, around=(3, 2))
+    assert plan(given)["parts"] > 1
+    check(given, **options)
+    check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("lengths", [PROMPTS, [(3, 200), (1, 70)]])
+def test_any_order_of_warps(lengths, seed):
+    with running(lazy=seed != 2, seed=seed):
+        check(make(lengths, (8, 2), d=512))
+
+
+def test_many_sequences():
+    """More tiles than blocks, and more sequences than lanes."""
+    check(make([(i % 3, i) for i in range(150)], (2, 2), d=264))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (1100, 5), "causal": False}, {"softcap": 5.0}])
+def test_parts_of_a_fixed_size(options):
+    """The batch-invariant mode; the table has room for more parts than there are."""
+    q, k, v, table, *rest = make([(9, 2100), (0, 3), (1, 2048), (2, 2049), (3, 0)], d=264)
+    room = torch.full((len(table), 4 * 128), -7, dtype=torch.int32)
+    room[:, : table.shape[1]] = table
+    given = (q, k, v, room, *rest)
+    with tiercel.batch_invariant():
+        of = plan(given, **options)
+        assert of["parts"] == (4 if not options.get("window") else 2) and of["combine"] != "none"
+        check(given, **options)
+        check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (90, 0)}, {"softcap": 5.0}])
+def test_a_rows_bits_do_not_depend_on_the_call(options):
+    """A prompt whole, and in chunks beside another sequence."""
+    q, k, v, table, _, _, _ = make([(40, 2100), (2, 70)], (8, 2), d=512)
+
+    def rows(first, last, other):
+        n = last - first
+        ends = torch.tensor([0, n, n + 2]) if other else torch.tensor([0, n])
+        given = (torch.cat([q[first:last], q[40:]]) if other else q[first:last], k, v)
+        keys = torch.tensor([2060 + last, 70])[: len(ends) - 1].int()
+        out, lse = run((*given, table[: len(keys)], keys, ends.int(), n), **options)
+        return out[:n], lse[:, :n]
+
+    with tiercel.batch_invariant():
+        whole = rows(0, 40, False)
+        chunks = [rows(0, 7, True), rows(7, 8, False), rows(8, 40, True)]
+    assert torch.equal(torch.cat([out for out, _ in chunks]), whole[0])
+    assert torch.equal(torch.cat([lse for _, lse in chunks], 1), whole[1])
