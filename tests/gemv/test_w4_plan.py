@@ -30,6 +30,7 @@ def w4(make, kind=MXFP4, tokens=64, features=256, k=512, activation=NONE, tiles=
         "zero_point": None,
         "global_scale": None,
         "bias": None,
+        "x_scale": None,
         "out": make(tokens, features, dtype=dtype),
     } | changes
     return _C.w4_linear_plan(*arguments.values(), kind, activation, *tiles)
