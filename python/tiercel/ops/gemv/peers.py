@@ -30,6 +30,8 @@ def _torch_w4(case: Any, inputs: dict[str, Any]) -> Launch:
 
     weight = w4_values(inputs["weight"], inputs["scale"], case["format"]).to(torch.bfloat16)
     x = inputs["x"]
+    if case["float8"]:
+        x = (x.float() * inputs["x_scale"]).to(torch.bfloat16)
     return Launch(run=lambda: (torch.nn.functional.linear(x, weight),))
 
 
@@ -151,6 +153,8 @@ def _vllm_linear(case: Any, inputs: dict[str, Any]) -> Launch:
 def _vllm_w4(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
+    if case["float8"]:
+        raise Unsupported("its operator is called for 16-bit activations")
     x, weight, scale = inputs.values()
     if case["format"] == "nvfp4":
         weight = weight.view(torch.float4_e2m1fn_x2)
