@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
    stages,                                                                                         \
    Kernel("w4_float8<" name ", tokens=" #tokens ">",                                               \
           reinterpret_cast<const void*>(w4_float8<floats, tokens, stages, together, group>),       \
-          kW4MaxShared)}
+          kW4Float8MaxShared)}
 
 const W4Float8Kernel kKernels[] = {
     TIERCEL_FLOAT8(true, 32, 8, 2, 128, "e2m1"),

@@ -24,6 +24,8 @@ struct W4Float8Kernel {
   Kernel kernel;
 };
 
+inline constexpr int kW4Float8MaxShared = 224 * 1024;  // with 3 KiB of scales and tables
+
 const W4Float8Kernel* w4_float8_kernels(int* count);
 
 }  // namespace tiercel

@@ -188,8 +188,7 @@ BAD = [
     (
         lambda: call("int4-64", x=FLOAT8, x_scale=torch.ones(2), scale=torch.ones(8, 2)),
         TypeError,
-        "w4_linear: `scale` must have dtype uint8 or float8_e4m3fn or bfloat16 or float16, "
-        "got float32",
+        "w4_linear: `scale` must have dtype uint8, float8_e4m3fn, bfloat16 or float16, got float32",
     ),
     (
         lambda: call("int4-64", x=FLOAT8, x_scale=torch.ones(2), scale=BYTES),
