@@ -6,13 +6,14 @@
 // as the A operand of wgmma, tokens are its columns, and the blocks of a cluster split K. Products
 // are of e4m3, which holds every 4-bit number exactly, at twice the rate of 16-bit ones.
 //  - A thread needs 2 bytes of each 8 of its row. It loads the word that has them, so that the 16
-//    bytes for 32 values of K are two loads of 4 bytes, and looks up e4m3 with byte permutations: 10
-//    instructions for 8 weights of e2m1, 12 for 8 whole numbers, whose table of 16 bytes comes from
-//    shared memory by their zero point.
+//    bytes for 32 values of K are two loads of 4 bytes, and looks up e4m3 with byte permutations:
+//    10 instructions for 8 weights of e2m1, 12 for 8 whole numbers, whose table of 16 bytes comes
+//    from shared memory by their zero point.
 //  - MXFP4's scales are powers of two. A block finds the largest of each row in its share of K, and
 //    lowers the exponents of looked up bytes by the distance to it, which is exact up to 2^14. All
 //    products of a row then add up in one accumulator.
-//  - Scales of whole numbers multiply the sums of their group, which are then added in float32. With
+//  - Scales of whole numbers multiply the sums of their group, which are then added in float32.
+//  With
 //    groups of 128, four products share that; smaller groups are scaled after each 32 of K.
 #include <cstdint>
 #include <iterator>
@@ -150,8 +151,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   }
   if constexpr (kFloats) {
     constexpr int kGroups = kW4Step / 32;
-    largest_exponents(largest, scale_rows, first * kGroups,
-                      min(last * kGroups, tile_args.k / 32));
+    largest_exponents(largest, scale_rows, first * kGroups, min(last * kGroups, tile_args.k / 32));
   }
   float sums[1][kTokens / 2];
   float group_sums[kFloats ? 1 : kTokens / 2];
@@ -188,15 +188,16 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
           weights + (my_row + half * 8) * kRowBytes + (chunk ^ swizzle) * 16 + lane % 4 / 2 * 4;
       const uint32_t word = pick_weights(*reinterpret_cast<const uint32_t*>(at),
                                          *reinterpret_cast<const uint32_t*>(at + 8), lane);
-      uint32_t(&to)[4] = a[chunk % 2];
+      uint32_t (&to)[4] = a[chunk % 2];
       if constexpr (kFloats) {
         const uint32_t down = step_bits[half].scale[0] >> chunk * 8 & 0xff;
         look_up(to[half], to[half + 2], word, magnitudes(down, small_tables));
       } else {
         if (chunk % kPerGroup == 0) {
-          const int zero = all.zero == nullptr ? 8
-                                               : zero_point_index(step_bits[half].zero[chunk / kPerGroup],
-                                                                  args.float16_scales);
+          const int zero =
+              all.zero == nullptr
+                  ? 8
+                  : zero_point_index(step_bits[half].zero[chunk / kPerGroup], args.float16_scales);
           numbers[half] = reinterpret_cast<const uint4*>(tables)[zero];
         }
         look_up(to[half], to[half + 2], word, numbers[half]);
@@ -286,29 +287,28 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   const auto finish = [&](float sum, int token, float bias) {
     return fmaf(sum * my_scales[token], factor, bias);
   };
-  finish_tile<Shape, BFloat16>(tile_args, shared, sums, my_row, first_row, first_token, blocks, rank,
-                               finish);
+  finish_tile<Shape, BFloat16>(tile_args, shared, sums, my_row, first_row, first_token, blocks,
+                               rank, finish);
 }
 
-#define TIERCEL_FLOAT8(floats, tokens, stages, together, group, name)                              \
-  {tokens,                                                                                         \
-   kRows,                                                                                          \
-   floats,                                                                                         \
-   group,                                                                                          \
-   together,                                                                                       \
-   stages,                                                                                         \
-   Kernel("w4_float8<" name ", tokens=" #tokens ">",                                               \
-          reinterpret_cast<const void*>(w4_float8<floats, tokens, stages, together, group>),       \
+#define TIERCEL_FLOAT8(floats, tokens, stages, together, group, name)                        \
+  {tokens,                                                                                   \
+   kRows,                                                                                    \
+   floats,                                                                                   \
+   group,                                                                                    \
+   together,                                                                                 \
+   stages,                                                                                   \
+   Kernel("w4_float8<" name ", tokens=" #tokens ">",                                         \
+          reinterpret_cast<const void*>(w4_float8<floats, tokens, stages, together, group>), \
           kW4Float8MaxShared)}
 
-const W4Float8Kernel kKernels[] = {
-    TIERCEL_FLOAT8(true, 32, 8, 2, 128, "e2m1"),
-    TIERCEL_FLOAT8(true, 128, 8, 1, 128, "e2m1"),
-    TIERCEL_FLOAT8(true, 256, 5, 1, 128, "e2m1"),
-    TIERCEL_FLOAT8(false, 32, 8, 2, 128, "int4, group=128"),
-    TIERCEL_FLOAT8(false, 128, 8, 1, 128, "int4, group=128"),
-    TIERCEL_FLOAT8(false, 32, 8, 2, 32, "int4, group=32"),
-    TIERCEL_FLOAT8(false, 128, 8, 1, 32, "int4, group=32")};
+const W4Float8Kernel kKernels[] = {TIERCEL_FLOAT8(true, 32, 8, 2, 128, "e2m1"),
+                                   TIERCEL_FLOAT8(true, 128, 8, 1, 128, "e2m1"),
+                                   TIERCEL_FLOAT8(true, 256, 5, 1, 128, "e2m1"),
+                                   TIERCEL_FLOAT8(false, 32, 8, 2, 128, "int4, group=128"),
+                                   TIERCEL_FLOAT8(false, 128, 8, 1, 128, "int4, group=128"),
+                                   TIERCEL_FLOAT8(false, 32, 8, 2, 32, "int4, group=32"),
+                                   TIERCEL_FLOAT8(false, 128, 8, 1, 32, "int4, group=32")};
 
 }  // namespace
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 4-bit weights as e4m3 operands of wgmma, in registers: bytes are looked up with byte permutations.
+// 4-bit weights as e4m3 operands of wgmma, in registers: bytes are looked up with byte
+// permutations.
 #ifndef KERNELS_GEMV_W4_FLOAT8_WEIGHTS_CUH_
 #define KERNELS_GEMV_W4_FLOAT8_WEIGHTS_CUH_
 
@@ -28,7 +29,7 @@ struct MagnitudeTable {
   uint32_t low, high;
 };
 
-inline constexpr int kExactShift = 11;   // beyond, numbers are below normal
+inline constexpr int kExactShift = 11;    // beyond, numbers are below normal
 inline constexpr int kLargestShift = 19;  // all round to 0
 inline constexpr int kScaledUp = 6;
 
@@ -57,8 +58,8 @@ __device__ __forceinline__ void look_up(uint32_t& first, uint32_t& second, uint3
   constexpr uint32_t kSigns = 0x80808080u;
   const uint32_t codes = word & 0x77777777u, even = word << 4;
   // Signs are the upper bits of `word`'s bytes, or of `even`'s.
-  first = select_bits(permute_bytes(word, even, 0x1504), permute_bytes(table.low, table.high, codes),
-                      kSigns);
+  first = select_bits(permute_bytes(word, even, 0x1504),
+                      permute_bytes(table.low, table.high, codes), kSigns);
   second = select_bits(permute_bytes(word, even, 0x3726),
                        permute_bytes(table.low, table.high, codes >> 16), kSigns);
 }
@@ -75,8 +76,7 @@ __device__ __forceinline__ void look_up(uint32_t& first, uint32_t& second, uint3
   const uint32_t codes = word & 0x77777777u, even = word << 4;
   const auto four = [&](uint32_t selector, uint32_t above) {
     return select_bits(permute_bytes(table.z, table.w, selector),
-                       permute_bytes(table.x, table.y, selector),
-                       permute_bytes(word, even, above));
+                       permute_bytes(table.x, table.y, selector), permute_bytes(word, even, above));
   };
   first = four(codes, 0x9d8c);
   second = four(codes >> 16, 0xbfae);

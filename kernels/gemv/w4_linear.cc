@@ -342,9 +342,9 @@ Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
   const auto rows = static_cast<uint32_t>(launch->rows);
   const auto tokens = static_cast<uint32_t>(launch->tokens);
   const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(
-      {2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight, call.op, "weight",
-      &args.weight_map));
+  TIERCEL_RETURN_IF_ERROR(
+      encode_tensor_map({2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
+                        call.op, "weight", &args.weight_map));
   return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
                            call.op, "x", &args.x_map);
 }

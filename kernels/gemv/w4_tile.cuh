@@ -78,8 +78,8 @@ __device__ __forceinline__ void load_stages(const W4TilesArgs& args, char* share
   }
 }
 
-// Adds up the sums of a cluster's blocks and stores the tile. finish(sum, token, bias) is the result
-// of a sum before the activation; token 0 is that of the lane's first sum.
+// Adds up the sums of a cluster's blocks and stores the tile. finish(sum, token, bias) is the
+// result of a sum before the activation; token 0 is that of the lane's first sum.
 template <typename Shape, typename Format, typename Finish>
 __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* shared,
                                             float (&sums)[Shape::kMatrices][Shape::kTokens / 2],
@@ -110,7 +110,8 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
         float v[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          v[j] = finish(sums[m][pair * 8 + j], pair * 16 + j / 4 * 8 + j % 2, j / 2 % 2 == 0 ? low : high);
+          v[j] = finish(sums[m][pair * 8 + j], pair * 16 + j / 4 * 8 + j % 2,
+                        j / 2 % 2 == 0 ? low : high);
         }
         store(pair, row, v);
       }
@@ -141,7 +142,8 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
       const float high = bias_of<Format>(args.epilogue, first_row + row + 8, args.features);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        v[j] = activated(args.epilogue.activation, finish(v[j], i % kPairs * 16 + j / 4 * 8 + j % 2, j / 2 % 2 == 0 ? low : high));
+        v[j] = activated(args.epilogue.activation, finish(v[j], i % kPairs * 16 + j / 4 * 8 + j % 2,
+                                                          j / 2 % 2 == 0 ? low : high));
       }
       store(i % kPairs, row, v);
     }

@@ -141,8 +141,8 @@ __device__ __forceinline__ void wgmma_float8_from_registers(float (&d)[kCount],
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #at_add                                      \
                ", 0;\n"                                                                            \
                "wgmma.mma_async.sync.aligned.m64n" #columns                                        \
-               "k32.f32.e4m3.e4m3 {" TIERCEL_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 \
-               "}, %" #at_b ", add, 1, 1; }"                                                       \
+               "k32.f32.e4m3.e4m3 {" TIERCEL_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2         \
+                                                           ", %" #a3 "}, %" #at_b ", add, 1, 1; }" \
                : TIERCEL_SUMS_##count                                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
   if constexpr (kCount == 16) {

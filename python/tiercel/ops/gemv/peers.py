@@ -89,9 +89,7 @@ def _marlin_scales(scale: Any, kind: str, float8: bool) -> Any:
 class _Marlin:
     """One weight [n, k] prepared for it."""
 
-    def __init__(
-        self, weight: Any, scale: Any, kind: str = "nvfp4", x_scale: Any = None
-    ) -> None:
+    def __init__(self, weight: Any, scale: Any, kind: str = "nvfp4", x_scale: Any = None) -> None:
         import torch
 
         self._x_scale, float8 = x_scale, x_scale is not None
