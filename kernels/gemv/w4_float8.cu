@@ -32,17 +32,24 @@ constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 constexpr int kChunk = 32;              // values of K, a product
 constexpr int kChunks = kW4Step / kChunk;
 
-// The largest exponents of two rows among groups `first` to `last`, found by the 4 lanes that share
-// the rows.
-__device__ __forceinline__ void largest_exponents(uint32_t (&largest)[2],
-                                                  const char* const (&rows)[2], int first,
-                                                  int last) {
+// A value that the compiler holds in a register instead of computing it again for each use, where
+// there are registers.
+template <bool kHold>
+__device__ __forceinline__ uint32_t kept(uint32_t value) {
+  if constexpr (kHold) asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The largest exponents of two rows, which begin so many bytes behind `scales`, among groups `first`
+// to `last`, found by the 4 lanes that share the rows.
+__device__ __forceinline__ void largest_exponents(uint32_t (&largest)[2], const char* scales,
+                                                  const uint32_t (&rows)[2], int first, int last) {
   largest[0] = largest[1] = 0;
 #pragma unroll 8
   for (int group = first + threadIdx.x % 4 * 2; group < last; group += 8) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t two = *reinterpret_cast<const uint16_t*>(rows[i] + group);
+      const uint32_t two = *reinterpret_cast<const uint16_t*>(scales + group + rows[i]);
       largest[i] = max(largest[i], max(two & 0xff, two >> 8));
     }
   }
@@ -53,28 +60,32 @@ __device__ __forceinline__ void largest_exponents(uint32_t (&largest)[2],
   }
 }
 
-// A row's scales of a step as in memory. e2m1's: four exponents. Whole numbers': 16-bit floats, and
-// zero points.
+// A row's scales of a step as read from memory, not used before they have to be. e2m1's: two
+// exponents a word. Whole numbers': 16-bit floats, and zero points, if any.
 template <bool kFloats, int kGroup>
 struct RowScales {
-  static constexpr int kParts = kFloats || kGroup == kW4Step ? 1 : kW4Step / kGroup;
+  static constexpr int kParts = kFloats ? 2 : kW4Step / kGroup;
   uint32_t scale[kParts];
   uint32_t zero[kFloats ? 1 : kParts];
 
-  // What lies behind the last value of K is replaced by a scale before it; its products are with
+  // Those of the rows that begin `row` and `zero_row` bytes behind the pointers, from value k of K
+  // on. What lies behind the last value of K is replaced by a scale before it; its products are with
   // zeros.
-  __device__ __forceinline__ void read(const W4Scales& all, const char* scales, const char* zeros,
-                                       int k, int last_k) {
-    const auto load = [](const char* from) { return *reinterpret_cast<const uint16_t*>(from); };
+  __device__ __forceinline__ void read(const W4Scales& all, uint32_t row, uint32_t zero_row, int k,
+                                       int last_k) {
+    // All rows share the pointer before it, so each row's address takes one addition.
+    const auto load = [](const char* from, uint32_t behind) {
+      return uint32_t{*reinterpret_cast<const uint16_t*>(from + behind)};
+    };
     if constexpr (kFloats) {
-      const int second = min(k + 64, last_k - 64);
-      scale[0] = load(scales + k / 32) | uint32_t{load(scales + second / 32)} << 16;
+      scale[0] = load(all.scale + k / 32, row);
+      scale[1] = load(all.scale + min(k + 64, last_k - 64) / 32, row);
     } else {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
         const int at = (min(k + i * kGroup, last_k - kGroup) >> all.group_shift) * 2;
-        scale[i] = load(scales + at);
-        if (all.zero != nullptr) zero[i] = load(zeros + at);
+        scale[i] = load(all.scale + at, row);
+        if (all.zero != nullptr) zero[i] = load(all.zero + at, zero_row);
       }
     }
   }
@@ -85,6 +96,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     w4_float8(const __grid_constant__ W4Float8Args args) {
   using Shape = W4Tile<kTokens, kRows, kStages, 1>;
   using Scales = RowScales<kFloats, kGroup>;
+  constexpr bool kHold = kTogether == 1;
   constexpr int kPerGroup = kGroup / kChunk;  // products between two scalings
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t filled[kStages], freed[kStages];
@@ -141,17 +153,16 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   }
   // Rows of this thread, within the block, are my_row and 8 further.
   const int my_row = warp * 16 + lane / 4;
-  const char *scale_rows[2], *zero_rows[2];
-  uint32_t largest[2];
+  uint32_t scale_rows[2], zero_rows[2], largest[2];  // bytes, and exponents
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = min(first_row + my_row + half * 8, tile_args.features - 1);
-    scale_rows[half] = all.scale + row * all.scale_row;
-    zero_rows[half] = all.zero + row * all.zero_row;
+    const uint32_t row = min(first_row + my_row + half * 8, tile_args.features - 1);
+    scale_rows[half] = kept<kHold>(row * static_cast<uint32_t>(all.scale_row));
+    zero_rows[half] = kept<kHold>(row * static_cast<uint32_t>(all.zero_row));
   }
   if constexpr (kFloats) {
     constexpr int kGroups = kW4Step / 32;
-    largest_exponents(largest, scale_rows, first * kGroups, min(last * kGroups, tile_args.k / 32));
+    largest_exponents(largest, all.scale, scale_rows, first * kGroups, min(last * kGroups, tile_args.k / 32));
   }
   float sums[1][kTokens / 2];
   float group_sums[kFloats ? 1 : kTokens / 2];
@@ -159,8 +170,17 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   for (float& sum : sums[0]) sum = 0.0f;
   const uint32_t base = shared_address(shared);
   const uint32_t small_tables = shared_address(tables);
-  const uint32_t swizzle = lane / 8;  // of chunks of 16 bytes, by rows of 64
-  Scales bits[2], step_bits[2];       // of the next step, and of the one that is decoded
+  // Where this thread's first word of each chunk lies; chunks of 16 bytes are swizzled by rows.
+  uint32_t places[kChunks];
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    places[chunk] = kept<kHold>(my_row * kRowBytes + (chunk ^ lane / 8) * 16 + lane % 4 / 2 * 4);
+  }
+  const uint32_t picks = kept<kHold>(lane % 2 == 0 ? 0x5410 : 0x7632);
+  Scales bits[2];  // of the next step
+  // Of the step that is decoded. e2m1's: four distances from the row's largest exponent. Whole
+  // numbers': in each word a scale and above it a zero point.
+  uint32_t step_bits[2][kFloats ? 1 : Scales::kParts];
   const auto load_bits = [&](int step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -170,10 +190,15 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   const auto take_bits = [&] {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      step_bits[half] = bits[half];
-      // Each byte's distance from the largest; none borrows from another.
+      const Scales& row = bits[half];
       if constexpr (kFloats) {
-        step_bits[half].scale[0] = largest[half] * 0x01010101u - bits[half].scale[0];
+        // No byte borrows from another.
+        step_bits[half][0] = largest[half] * 0x01010101u - (row.scale[0] | row.scale[1] << 16);
+      } else {
+#pragma unroll
+        for (int i = 0; i < Scales::kParts; ++i) {
+          step_bits[half][i] = all.zero == nullptr ? row.scale[i] : row.scale[i] | row.zero[i] << 16;
+        }
       }
     }
   };
@@ -184,20 +209,19 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     const char* const weights = shared + stage * Shape::kStageBytes + Shape::kXBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const char* const at =
-          weights + (my_row + half * 8) * kRowBytes + (chunk ^ swizzle) * 16 + lane % 4 / 2 * 4;
-      const uint32_t word = pick_weights(*reinterpret_cast<const uint32_t*>(at),
-                                         *reinterpret_cast<const uint32_t*>(at + 8), lane);
+      const char* const at = weights + places[chunk] + half * 8 * kRowBytes;
+      // 8 weights, 4 neighbours from each of two words.
+      const uint32_t word = permute_bytes(*reinterpret_cast<const uint32_t*>(at),
+                                          *reinterpret_cast<const uint32_t*>(at + 8), picks);
       uint32_t (&to)[4] = a[chunk % 2];
       if constexpr (kFloats) {
-        const uint32_t down = step_bits[half].scale[0] >> chunk * 8 & 0xff;
+        const uint32_t down = step_bits[half][0] >> chunk * 8 & 0xff;
         look_up(to[half], to[half + 2], word, magnitudes(down, small_tables));
       } else {
         if (chunk % kPerGroup == 0) {
+          const uint32_t bits_of_zero = step_bits[half][chunk / kPerGroup] >> 16;
           const int zero =
-              all.zero == nullptr
-                  ? 8
-                  : zero_point_index(step_bits[half].zero[chunk / kPerGroup], args.float16_scales);
+              all.zero == nullptr ? 8 : zero_point_index(bits_of_zero, args.float16_scales);
           numbers[half] = reinterpret_cast<const uint4*>(tables)[zero];
         }
         look_up(to[half], to[half + 2], word, numbers[half]);
@@ -224,14 +248,14 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     decode_chunk(0, 0);
   }
   for (int step = first; step < last; ++step) {
-    const uint32_t x = base + stage * Shape::kStageBytes;
+    const uint64_t x = rows_descriptor(base + stage * Shape::kStageBytes);
     // The last step decodes its own first values once more, without a branch among products.
     const bool more = step + 1 < last;
     const int next_stage = !more ? stage : stage + 1 == kStages ? 0 : stage + 1;
     const uint32_t next_parity = parity ^ (more && next_stage == 0);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const uint64_t b = rows_descriptor(x + chunk * kChunk);
+      const uint64_t b = x + chunk * (kChunk >> 4);
       wgmma_fence();
       if constexpr (kFloats) {
         wgmma_float8_from_registers(sums[0], a[chunk % 2], b, true);
@@ -243,7 +267,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       if constexpr (!kFloats) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          scales[half] = wide_half(step_bits[half].scale[chunk / kPerGroup], args.float16_scales);
+          scales[half] = wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, args.float16_scales);
         }
       }
       if (chunk == kChunks - 1) {

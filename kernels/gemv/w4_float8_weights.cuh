@@ -19,11 +19,6 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
   return bytes;
 }
 
-// The 8 weights of a lane, 4 neighbours from each of two words, in the order of K.
-__device__ __forceinline__ uint32_t pick_weights(uint32_t first, uint32_t second, uint32_t lane) {
-  return permute_bytes(first, second, lane % 2 == 0 ? 0x5410 : 0x7632);
-}
-
 // e2m1's magnitudes times 2^(6 - down) as bytes of e4m3. Exact up to 14.
 struct MagnitudeTable {
   uint32_t low, high;

@@ -302,6 +302,15 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
 }
 
 Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunch* launch) {
+  // Kernels count the bytes from the first row of scales to another in 32 bits.
+  const int64_t scale_row = std::max(problem.scales.scale_row, problem.scales.zero_row);
+  const int64_t most = std::numeric_limits<uint32_t>::max();
+  if (problem.features > 1 && scale_row > most / (problem.features - 1)) {
+    return Status::Unimplemented(
+        std::string(call.op) +
+        ": `scale` must have rows within 4 GiB for the precompiled kernels, got strides " +
+        shape_text(call.scale->strides, 2));
+  }
   const int64_t steps = ceil_div(problem.k, kW4Step);
   if (call.x_scale != nullptr) {
     launch->float8 = true;
@@ -317,15 +326,6 @@ Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunc
     };
     return set_up(fastest(KernelTable(w4_float8_kernels), call, problem, steps, fits), call,
                   problem, launch);
-  }
-  // Kernels count the bytes from the first row of scales to another in 32 bits.
-  const int64_t scale_row = std::max(problem.scales.scale_row, problem.scales.zero_row);
-  const int64_t most = std::numeric_limits<uint32_t>::max();
-  if (problem.features > 1 && scale_row > most / (problem.features - 1)) {
-    return Status::Unimplemented(
-        std::string(call.op) +
-        ": `scale` must have rows within 4 GiB for the precompiled kernels, got strides " +
-        shape_text(call.scale->strides, 2));
   }
   const auto fits = [&](const W4TilesKernel& one) {
     return one.floats == (call.format != W4Format::kInt4) &&
