@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   using Scales = RowScales<kFloats, kGroup>;
   constexpr bool kHold = kTogether == 1;
   constexpr int kPerGroup = kGroup / kChunk;  // products between two scalings
+  constexpr int kInFlight = kPerGroup == 1 ? 1 : 2;  // with the one before
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t filled[kStages], freed[kStages];
   __shared__ float x_scales[kTokens];
@@ -203,17 +204,24 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     }
   };
   uint4 numbers[2];  // tables of the rows' zero points
-  uint32_t a[2][4];
-  // The `chunk`th 32 values of K of a stage, to the buffer of its parity.
-  const auto decode_chunk = [&](int stage, int chunk) {
+  uint32_t words[2][2];
+  const auto load_words = [&](int stage, int chunk) {
     const char* const weights = shared + stage * Shape::kStageBytes + Shape::kXBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const char* const at = weights + places[chunk] + half * 8 * kRowBytes;
-      // 8 weights, 4 neighbours from each of two words.
-      const uint32_t word = permute_bytes(*reinterpret_cast<const uint32_t*>(at),
-                                          *reinterpret_cast<const uint32_t*>(at + 8), picks);
-      uint32_t (&to)[4] = a[chunk % 2];
+      words[half][0] = *reinterpret_cast<const uint32_t*>(at);
+      words[half][1] = *reinterpret_cast<const uint32_t*>(at + 8);
+    }
+  };
+  uint32_t a[kChunks][4];  // a step's operands: decoding runs ahead of the products
+  // Decodes the words of a step's `chunk`th 32 values of K.
+  const auto decode_chunk = [&](int chunk) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // 8 weights, 4 neighbours from each word.
+      const uint32_t word = permute_bytes(words[half][0], words[half][1], picks);
+      uint32_t(&to)[4] = a[chunk];
       if constexpr (kFloats) {
         const uint32_t down = step_bits[half][0] >> chunk * 8 & 0xff;
         look_up(to[half], to[half + 2], word, magnitudes(down, small_tables));
@@ -245,7 +253,9 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     take_bits();
     load_bits(min(first + 1, last - 1));
     mbarrier_wait(filled, 0);
-    decode_chunk(0, 0);
+    load_words(0, 0);
+    decode_chunk(0);
+    load_words(0, 1);
   }
   for (int step = first; step < last; ++step) {
     const uint64_t x = rows_descriptor(base + stage * Shape::kStageBytes);
@@ -258,9 +268,9 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       const uint64_t b = x + chunk * (kChunk >> 4);
       wgmma_fence();
       if constexpr (kFloats) {
-        wgmma_float8_from_registers(sums[0], a[chunk % 2], b, true);
+        wgmma_float8_from_registers(sums[0], a[chunk], b, true);
       } else {
-        wgmma_float8_from_registers(group_sums, a[chunk % 2], b, chunk % kPerGroup != 0);
+        wgmma_float8_from_registers(group_sums, a[chunk], b, chunk % kPerGroup != 0);
       }
       wgmma_commit();
       float scales[2];
@@ -270,12 +280,12 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
           scales[half] = wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, args.float16_scales);
         }
       }
-      if (chunk == kChunks - 1) {
-        take_bits();
-        mbarrier_wait(filled + next_stage, next_parity);
-      }
-      wgmma_wait<1>();
-      decode_chunk(chunk + 1 < kChunks ? stage : next_stage, (chunk + 1) % kChunks);
+      if (chunk == kChunks - 2) mbarrier_wait(filled + next_stage, next_parity);
+      if (chunk == kChunks - 1) take_bits();
+      wgmma_wait<kInFlight>();
+      // Words are loaded one chunk ahead of their use.
+      decode_chunk((chunk + 1) % kChunks);
+      load_words(chunk + 2 < kChunks ? stage : next_stage, (chunk + 2) % kChunks);
       if constexpr (!kFloats) {
         if (chunk % kPerGroup == kPerGroup - 1) {
           wgmma_wait<0>();
@@ -331,7 +341,7 @@ const W4Float8Kernel kKernels[] = {TIERCEL_FLOAT8(true, 32, 8, 2, 128, "e2m1"),
                                    TIERCEL_FLOAT8(true, 256, 5, 1, 128, "e2m1"),
                                    TIERCEL_FLOAT8(false, 32, 8, 2, 128, "int4, group=128"),
                                    TIERCEL_FLOAT8(false, 128, 8, 1, 128, "int4, group=128"),
-                                   TIERCEL_FLOAT8(false, 32, 8, 2, 32, "int4, group=32"),
+                                   TIERCEL_FLOAT8(false, 32, 8, 1, 32, "int4, group=32"),
                                    TIERCEL_FLOAT8(false, 128, 8, 1, 32, "int4, group=32")};
 
 }  // namespace
