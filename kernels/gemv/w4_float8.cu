@@ -12,9 +12,10 @@
 //  - MXFP4's scales are powers of two. A block finds the largest of each row in its share of K, and
 //    lowers the exponents of looked up bytes by the distance to it, which is exact up to 2^14. All
 //    products of a row then add up in one accumulator.
-//  - Scales of whole numbers multiply the sums of their group, which are then added in float32.
-//  With
-//    groups of 128, four products share that; smaller groups are scaled after each 32 of K.
+//  - Scales of whole numbers multiply a group's sums, which are then added in float32. With groups
+//    of 128, four products share that; smaller groups are scaled after each 32 of K.
+//  - A step's operands have registers of their own, so that decoding does not wait for the products
+//    of the chunk before.
 #include <cstdint>
 #include <iterator>
 
