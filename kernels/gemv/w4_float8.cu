@@ -41,8 +41,8 @@ __device__ __forceinline__ uint32_t kept(uint32_t value) {
   return value;
 }
 
-// The largest exponents of two rows, which begin so many bytes behind `scales`, among groups `first`
-// to `last`, found by the 4 lanes that share the rows.
+// The largest exponents of two rows, which begin so many bytes behind `scales`, among groups
+// `first` to `last`, found by the 4 lanes that share the rows.
 __device__ __forceinline__ void largest_exponents(uint32_t (&largest)[2], const char* scales,
                                                   const uint32_t (&rows)[2], int first, int last) {
   largest[0] = largest[1] = 0;
@@ -70,8 +70,8 @@ struct RowScales {
   uint32_t zero[kFloats ? 1 : kParts];
 
   // Those of the rows that begin `row` and `zero_row` bytes behind the pointers, from value k of K
-  // on. What lies behind the last value of K is replaced by a scale before it; its products are with
-  // zeros.
+  // on. What lies behind the last value of K is replaced by a scale before it; its products are
+  // with zeros.
   __device__ __forceinline__ void read(const W4Scales& all, uint32_t row, uint32_t zero_row, int k,
                                        int last_k) {
     // All rows share the pointer before it, so each row's address takes one addition.
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   using Shape = W4Tile<kTokens, kRows, kStages, 1>;
   using Scales = RowScales<kFloats, kGroup>;
   constexpr bool kHold = kTogether == 1;
-  constexpr int kPerGroup = kGroup / kChunk;  // products between two scalings
+  constexpr int kPerGroup = kGroup / kChunk;         // products between two scalings
   constexpr int kInFlight = kPerGroup == 1 ? 1 : 2;  // with the one before
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t filled[kStages], freed[kStages];
@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   }
   if constexpr (kFloats) {
     constexpr int kGroups = kW4Step / 32;
-    largest_exponents(largest, all.scale, scale_rows, first * kGroups, min(last * kGroups, tile_args.k / 32));
+    largest_exponents(largest, all.scale, scale_rows, first * kGroups,
+                      min(last * kGroups, tile_args.k / 32));
   }
   float sums[1][kTokens / 2];
   float group_sums[kFloats ? 1 : kTokens / 2];
@@ -199,7 +200,8 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       } else {
 #pragma unroll
         for (int i = 0; i < Scales::kParts; ++i) {
-          step_bits[half][i] = all.zero == nullptr ? row.scale[i] : row.scale[i] | row.zero[i] << 16;
+          step_bits[half][i] =
+              all.zero == nullptr ? row.scale[i] : row.scale[i] | row.zero[i] << 16;
         }
       }
     }
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     for (int half = 0; half < 2; ++half) {
       // 8 weights, 4 neighbours from each word.
       const uint32_t word = permute_bytes(words[half][0], words[half][1], picks);
-      uint32_t(&to)[4] = a[chunk];
+      uint32_t (&to)[4] = a[chunk];
       if constexpr (kFloats) {
         const uint32_t down = step_bits[half][0] >> chunk * 8 & 0xff;
         look_up(to[half], to[half + 2], word, magnitudes(down, small_tables));
@@ -278,7 +280,8 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       if constexpr (!kFloats) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          scales[half] = wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, args.float16_scales);
+          scales[half] =
+              wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, args.float16_scales);
         }
       }
       if (chunk == kChunks - 2) mbarrier_wait(filled + next_stage, next_parity);

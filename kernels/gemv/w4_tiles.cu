@@ -5,9 +5,8 @@
 // Weights are the A operand of wgmma, in registers: a thread decodes them there, so that they cost
 // neither shared memory nor a second pass. Rows of the weight are therefore the product's rows, and
 // tokens its columns.
-//  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA
-//  into
-//    a ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
+//  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA into a
+//    ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
 //  - A thread needs one byte of every four of its row. It reads all of them, 16 bytes at a time
 //    (threads that share a row read the same address), and picks its bytes: ten instructions for
 //    four weights. The next 32 of K are decoded while the tensor cores multiply the last.

@@ -233,9 +233,9 @@ def w4_linear(
         bias: ``[N]`` of the result's dtype, contiguous, or None.
         activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or
             ``"relu_squared"``.
-        x_scale: float32, contiguous: what the values of a float8 ``x`` are multiplied by, one number
-            or one for each of its rows, in any shape of so many elements. int4's scale is then
-            bfloat16 or float16.
+        x_scale: float32, contiguous: what the values of a float8 ``x`` are multiplied by, one
+            number or one for each of its rows, in any shape of so many elements. int4's scale is
+            then bfloat16 or float16.
         out: ``[T, N]`` of the result's dtype to write to, contiguous.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
