@@ -196,8 +196,8 @@ W4_LINEAR = Spec(
         2**-9,
         of="terms",
         sums="float32; int4's weights times their scale in the dtype of `x`. Of float8 `x`, as the "
-        "tensor cores sum float8: int4's groups, which are scaled and added in float32, and MXFP4's "
-        "rows",
+        "tensor cores sum float8: int4's groups, which are scaled and added in float32, and "
+        "MXFP4's rows",
         batch_invariant=False,
         varies="the kernel, and the split of K, which are chosen by the number of tokens",
     ),
