@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
+#include "kernels/gemv/w4_float8_kernels.h"
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/invariant.h"
@@ -58,7 +59,11 @@ Status check_scale(const W4LinearCall& call, int64_t features, int64_t k, W4Scal
     case W4Format::kInt4:
       break;
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {call.x->dtype}));
+  if (call.x_scale != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kBFloat16, DType::kFloat16}));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {call.x->dtype}));
+  }
   const int64_t group = int4_group(k, call.scale->shape[1]);
   if (group == 0 || call.scale->shape[0] != features) {
     return Status::InvalidArgument(
@@ -75,12 +80,34 @@ Status check_zero_point(const W4LinearCall& call, W4Scales* scales) {
   if (call.format != W4Format::kInt4) {
     return Status::InvalidArgument(std::string(call.op) + ": `zero_point` is for int4 only");
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {call.x->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {call.scale->dtype}));
   TIERCEL_RETURN_IF_ERROR(
       check_shape(zero, {call.scale->shape[0], call.scale->shape[1]}, "as `scale`"));
   scales->zero = static_cast<const char*>(call.zero_point->data);
   scales->zero_row = call.zero_point->strides[0] * 2;
   return check_rows(zero, 2);
+}
+
+// Activations of e4m3 and their scale.
+Status check_float8(const W4LinearCall& call) {
+  const Argument x{call.op, "x", *call.x};
+  const Argument scale{call.op, "x_scale", *call.x_scale};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kFloat8E4M3}));
+  if (call.format == W4Format::kNvfp4) {
+    return Status::InvalidArgument(
+        std::string(call.op) +
+        ": `format` must be mxfp4 or int4 where `x` is float8_e4m3fn, got nvfp4");
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  int64_t count = 1;
+  for (int i = 0; i < call.x_scale->ndim; ++i) count *= call.x_scale->shape[i];
+  const int64_t tokens = call.x->shape[0];
+  if (count != 1 && count != tokens) {
+    return Status::InvalidArgument(
+        mismatch(scale, "have 1 or T = " + std::to_string(tokens) + " elements",
+                 "shape " + shape_text(call.x_scale->shape, call.x_scale->ndim)));
+  }
+  return check_contiguous(scale);
 }
 
 struct Problem {
@@ -102,9 +129,14 @@ Status check(const W4LinearCall& call, Problem* problem) {
     TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kBFloat16}));
     TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {DType::kFloat4E2M1x2}));
   } else {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kBFloat16, DType::kFloat16}));
+    if (call.x_scale != nullptr) {
+      TIERCEL_RETURN_IF_ERROR(check_float8(call));
+    } else {
+      TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kBFloat16, DType::kFloat16}));
+    }
     TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {DType::kUInt8, DType::kFloat4E2M1x2}));
   }
+  const DType result = call.x_scale != nullptr ? DType::kBFloat16 : call.x->dtype;
   const int64_t tokens = problem->tokens = call.x->shape[0];
   const int64_t k = problem->k = call.x->shape[1];
   const int64_t features = problem->features = call.weight->shape[0];
@@ -116,7 +148,7 @@ Status check(const W4LinearCall& call, Problem* problem) {
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(weight, {features, k / 2}, "[N, K / 2]"));
   TIERCEL_RETURN_IF_ERROR(check_scale(call, features, k, &problem->scales));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out, {call.x->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out, {result}));
   TIERCEL_RETURN_IF_ERROR(check_shape(out, {tokens, features}, "[T, N]"));
   TIERCEL_RETURN_IF_ERROR(check_cuda(x));
   for (const Argument* argument : {&weight, &scale, &out}) {
@@ -132,7 +164,7 @@ Status check(const W4LinearCall& call, Problem* problem) {
   }
   if (call.bias != nullptr) {
     const Argument bias{call.op, "bias", *call.bias};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(bias, {call.x->dtype}));
+    TIERCEL_RETURN_IF_ERROR(check_dtype(bias, {result}));
     TIERCEL_RETURN_IF_ERROR(check_shape(bias, {features}, "[N]"));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(bias));
     problem->epilogue.bias = static_cast<const uint16_t*>(call.bias->data);
@@ -140,7 +172,8 @@ Status check(const W4LinearCall& call, Problem* problem) {
   const Argument others[] = {
       {call.op, "zero_point", call.zero_point != nullptr ? *call.zero_point : *call.x},
       {call.op, "global_scale", call.global_scale != nullptr ? *call.global_scale : *call.x},
-      {call.op, "bias", call.bias != nullptr ? *call.bias : *call.x}};
+      {call.op, "bias", call.bias != nullptr ? *call.bias : *call.x},
+      {call.op, "x_scale", call.x_scale != nullptr ? *call.x_scale : *call.x}};
   for (const Argument& other : others) {
     TIERCEL_RETURN_IF_ERROR(check_same_device(other, x));
     TIERCEL_RETURN_IF_ERROR(check_cuda(other));
@@ -164,26 +197,111 @@ Status check(const W4LinearCall& call, Problem* problem) {
   return check_contiguous(out);
 }
 
+// A launch of w4_tiles.cu's kernels, or of w4_float8.cu's, whose arguments have more.
 struct TilesLaunch {
-  W4TilesArgs args{};
-  const W4TilesKernel* tiles = nullptr;
+  W4Float8Args args{};
+  const Kernel* kernel = nullptr;
+  bool float8 = false;
+  int tokens = 0, rows = 0;  // of a block
   LaunchConfig config;
 };
 
-// Estimated clock cycles: of a step of K for one block on a multiprocessor, and for two; they fit
-// what the kernels took on an H200 at N = 4096 and 14336, K = 4096.
-double estimate(const W4TilesKernel& tiles, int64_t blocks, int64_t steps, int cluster) {
-  const double alone = tiles.tokens <= 64 ? 2700 : tiles.tokens == 128 ? 2050 : 2850;
-  const double both = tiles.tokens <= 32 ? 3150 : 3500;
+// Clock cycles of a step of K: of one block on a multiprocessor, and of two.
+struct StepTime {
+  double alone;
+  double both;
+};
+
+// Estimated cycles of a launch; they fit what the kernels took on an H200 at N = 4096 and 14336,
+// K = 4096.
+double estimate(StepTime step, int tokens, int together, int64_t blocks, int64_t steps,
+                int cluster) {
   const int64_t room = cluster_places(cluster);
-  const int64_t waves = ceil_div(blocks, room * tiles.together);
-  const double step = blocks > room && tiles.together == 2 ? both : alone;
-  const double ends = 3000 + tiles.tokens * (cluster > 1 ? 78 : 8);  // split K is added up
-  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * step + ends);
+  const int64_t waves = ceil_div(blocks, room * together);
+  const double time = blocks > room && together == 2 ? step.both : step.alone;
+  const double ends = 3000 + tokens * (cluster > 1 ? 78 : 8);  // split K is added up
+  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * time + ends);
+}
+
+StepTime step_time(const W4TilesKernel& tiles) {
+  const double alone = tiles.tokens <= 64 ? 2700 : tiles.tokens == 128 ? 2050 : 2850;
+  return {alone, tiles.tokens <= 32 ? 3150.0 : 3500.0};
+}
+
+StepTime step_time(const W4Float8Kernel& kernel) {
+  const double scaling = kernel.floats ? 0 : kernel.group == 128 ? 200 : 900;
+  if (kernel.tokens == 32) return {1000 + scaling / 2, 1300 + scaling / 2};
+  return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0};
+}
+
+// A kernel for tiles, and how many blocks split K.
+template <typename KernelOf>
+struct TilesChoice {
+  const KernelOf* kernel = nullptr;
+  int64_t grid = 0;
+  int cluster = 1;
+};
+
+// The fastest by the estimate among those that fit(kernel), or what the call asks for.
+template <typename KernelOf, typename Fits>
+TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4LinearCall& call,
+                              const Problem& problem, int64_t steps, const Fits& fits) {
+  TilesChoice<KernelOf> choice;
+  double least = std::numeric_limits<double>::infinity();
+  for (const KernelOf& one : kernels) {
+    if (!fits(one)) continue;
+    const int64_t tiles =
+        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, one.rows);
+    for (int split : {1, 2, 4, 8}) {
+      const bool given = call.tiles.has_value();
+      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != one.rows ||
+                    call.tiles->cluster != split)) {
+        continue;
+      }
+      if (!given && split > std::max(int64_t{1}, steps)) continue;
+      const double time =
+          estimate(step_time(one), one.tokens, one.together, tiles * split, steps, split);
+      if (time >= least) continue;
+      least = time;
+      choice = {&one, tiles * split, split};
+    }
+  }
+  return choice;
+}
+
+// Puts the choice and what both kernels have in common into the launch.
+template <typename KernelOf>
+Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, const Problem& problem,
+              TilesLaunch* launch) {
+  if (choice.kernel == nullptr || choice.grid > 0x7fffffff) {
+    return Status::Unimplemented(std::string(call.op) + ": there is no such kernel");
+  }
+  const KernelOf& chosen = *choice.kernel;
+  W4TilesArgs& args = launch->args.tile;
+  args.scales = problem.scales;
+  args.epilogue = problem.epilogue;
+  args.out = static_cast<uint16_t*>(call.out->data);
+  args.tokens = static_cast<int>(problem.tokens);
+  args.features = static_cast<int>(problem.features);
+  args.k = static_cast<int>(problem.k);
+  args.token_tiles = static_cast<int>(ceil_div(problem.tokens, chosen.tokens));
+  args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
+  launch->kernel = &chosen.kernel;
+  launch->tokens = chosen.tokens;
+  launch->rows = chosen.rows;
+  launch->config.grid.x = static_cast<uint32_t>(choice.grid);
+  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together));
+  launch->config.cluster.x = static_cast<uint32_t>(choice.cluster);
+  launch->config.dependent = true;
+  const int value_bytes = launch->float8 ? 1 : 2;
+  launch->config.dynamic_smem = static_cast<uint32_t>(
+      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, chosen.rows, value_bytes),
+               w4_result_bytes(chosen.tokens, chosen.rows,
+                               choice.cluster > 1 || call.activation != W4Activation::kNone)));
+  return Status();
 }
 
 Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunch* launch) {
-  W4TilesArgs& args = launch->args;
   // Kernels count the bytes from the first row of scales to another in 32 bits.
   const int64_t scale_row = std::max(problem.scales.scale_row, problem.scales.zero_row);
   const int64_t most = std::numeric_limits<uint32_t>::max();
@@ -193,62 +311,42 @@ Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunc
         ": `scale` must have rows within 4 GiB for the precompiled kernels, got strides " +
         shape_text(call.scale->strides, 2));
   }
-  args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
-  double least = std::numeric_limits<double>::infinity();
-  int64_t grid = 0;
-  int cluster = 1;
-  for (const W4TilesKernel& one : KernelTable(w4_tiles_kernels)) {
-    if (one.floats != (call.format != W4Format::kInt4)) continue;
-    if (one.bfloat16 != (call.x->dtype == DType::kBFloat16)) continue;
-    const int64_t tiles =
-        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, one.rows);
-    for (int split : {1, 2, 4, 8}) {
-      const bool given = call.tiles.has_value();
-      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != one.rows ||
-                    call.tiles->cluster != split)) {
-        continue;
-      }
-      if (!given && split > std::max(1, args.steps)) continue;
-      const double time = estimate(one, tiles * split, args.steps, split);
-      if (time >= least) continue;
-      least = time;
-      launch->tiles = &one;
-      grid = tiles * split;
-      cluster = split;
-    }
+  const int64_t steps = ceil_div(problem.k, kW4Step);
+  if (call.x_scale != nullptr) {
+    launch->float8 = true;
+    launch->args.x_scale = static_cast<const float*>(call.x_scale->data);
+    int64_t count = 1;
+    for (int i = 0; i < call.x_scale->ndim; ++i) count *= call.x_scale->shape[i];
+    launch->args.x_scale_step = count == 1 ? 0 : 1;
+    launch->args.float16_scales = call.scale->dtype == DType::kFloat16;
+    const bool floats = call.format == W4Format::kMxfp4;
+    const int group = floats || problem.scales.group_shift == 7 ? 128 : 32;
+    const auto fits = [&](const W4Float8Kernel& one) {
+      return one.floats == floats && one.group == group;
+    };
+    return set_up(fastest(KernelTable(w4_float8_kernels), call, problem, steps, fits), call,
+                  problem, launch);
   }
-  if (launch->tiles == nullptr || grid > 0x7fffffff) {
-    return Status::Unimplemented(std::string(call.op) + ": there is no such kernel");
-  }
-  const W4TilesKernel& chosen = *launch->tiles;
-  args.scales = problem.scales;
-  args.epilogue = problem.epilogue;
-  args.out = static_cast<uint16_t*>(call.out->data);
-  args.tokens = static_cast<int>(problem.tokens);
-  args.features = static_cast<int>(problem.features);
-  args.k = static_cast<int>(problem.k);
-  args.token_tiles = static_cast<int>(ceil_div(problem.tokens, chosen.tokens));
-  launch->config.grid.x = static_cast<uint32_t>(grid);
-  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together));
-  launch->config.cluster.x = static_cast<uint32_t>(cluster);
-  launch->config.dependent = true;
-  launch->config.dynamic_smem = static_cast<uint32_t>(
-      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, chosen.rows),
-               w4_result_bytes(chosen.tokens, chosen.rows,
-                               cluster > 1 || call.activation != W4Activation::kNone)));
-  return Status();
+  const auto fits = [&](const W4TilesKernel& one) {
+    return one.floats == (call.format != W4Format::kInt4) &&
+           one.bfloat16 == (call.x->dtype == DType::kBFloat16);
+  };
+  return set_up(fastest(KernelTable(w4_tiles_kernels), call, problem, steps, fits), call, problem,
+                launch);
 }
 
 Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
-  if (launch->args.k == 0) return Status();
+  W4TilesArgs& args = launch->args.tile;
+  if (args.k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const auto rows = static_cast<uint32_t>(launch->tiles->rows);
-  const auto tokens = static_cast<uint32_t>(launch->tiles->tokens);
+  const auto rows = static_cast<uint32_t>(launch->rows);
+  const auto tokens = static_cast<uint32_t>(launch->tokens);
+  const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
   TIERCEL_RETURN_IF_ERROR(
       encode_tensor_map({2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
-                        call.op, "weight", &launch->args.weight_map));
-  return encode_tensor_map({2, {tokens, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
-                           call.op, "x", &launch->args.x_map);
+                        call.op, "weight", &args.weight_map));
+  return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
+                           call.op, "x", &args.x_map);
 }
 
 Status choose_few(const W4LinearCall& call, const Problem& problem, FewLaunch* launch) {
@@ -301,16 +399,15 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
   Launch launch;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &launch));
   *plan = {"none", 0, 0, 0, 0, 0, 0, 0, 0};
-  if (launch.tiles.tiles != nullptr) {
-    const W4TilesKernel& chosen = *launch.tiles.tiles;
+  if (launch.tiles.kernel != nullptr) {
     const LaunchConfig& config = launch.tiles.config;
     const auto cluster = static_cast<int>(config.cluster.x);
-    *plan = {chosen.kernel.name(),
+    *plan = {launch.tiles.kernel->name(),
              cluster,
              1,
-             static_cast<int>(ceil_div(launch.tiles.args.steps, cluster)),
-             chosen.rows,
-             chosen.tokens,
+             static_cast<int>(ceil_div(launch.tiles.args.tile.steps, cluster)),
+             launch.tiles.rows,
+             launch.tiles.tokens,
              config.grid.x,
              config.block.x,
              config.dynamic_smem};
@@ -333,11 +430,13 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
 Status w4_linear(const W4LinearCall& call, void* stream) {
   Launch launch;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &launch));
-  if (launch.tiles.tiles != nullptr) {
+  if (launch.tiles.kernel != nullptr) {
     TIERCEL_RETURN_IF_ERROR(encode_tiles(call, &launch.tiles));
-    void* pointers[] = {&launch.tiles.args};
-    return launch.tiles.tiles->kernel.launch(launch.tiles.config, call.x->device_index, stream,
-                                             pointers);
+    W4Float8Args& args = launch.tiles.args;
+    void* arguments = &args;
+    if (!launch.tiles.float8) arguments = &args.tile;
+    void* pointers[] = {arguments};
+    return launch.tiles.kernel->launch(launch.tiles.config, call.x->device_index, stream, pointers);
   }
   if (launch.few.kernel == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(encode_few(call, &launch.few));
@@ -351,6 +450,12 @@ Status w4_linear_load(W4Format format, int device) {
   }
   for (const W4TilesKernel& one : KernelTable(w4_tiles_kernels)) {
     if (one.floats == (format != W4Format::kInt4)) {
+      TIERCEL_RETURN_IF_ERROR(one.kernel.load(device));
+    }
+  }
+  if (format == W4Format::kNvfp4) return Status();
+  for (const W4Float8Kernel& one : KernelTable(w4_float8_kernels)) {
+    if (one.floats == (format == W4Format::kMxfp4)) {
       TIERCEL_RETURN_IF_ERROR(one.kernel.load(device));
     }
   }

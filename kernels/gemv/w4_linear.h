@@ -50,6 +50,7 @@ struct W4LinearCall {
   const TensorView* zero_point = nullptr;    // or null: 8
   const TensorView* global_scale = nullptr;  // or null: 1
   const TensorView* bias = nullptr;          // or null
+  const TensorView* x_scale = nullptr;       // of x of e4m3
   const TensorView* out = nullptr;
   std::optional<Nvfp4LinearConfig> config;  // none of both: chosen
   std::optional<W4TilesConfig> tiles;
@@ -61,6 +62,8 @@ struct W4LinearCall {
 // zero_point, of int4, has the scale's shape and dtype; global_scale float32 with one element; bias
 // [N] of x's dtype; out [T, N] of x's dtype, contiguous.
 //   out = act(global * (x @ ((weight - zero_point) * scale).T) + bias)
+// With x_scale, float32 with 1 or T elements, x is e4m3 times it, the format MXFP4 or int4, bias
+// and out are bfloat16, and int4's scale is bfloat16 or float16.
 
 // All checks and the choice of configuration; needs no GPU and no driver.
 Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan);

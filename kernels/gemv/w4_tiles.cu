@@ -5,9 +5,8 @@
 // Weights are the A operand of wgmma, in registers: a thread decodes them there, so that they cost
 // neither shared memory nor a second pass. Rows of the weight are therefore the product's rows, and
 // tokens its columns.
-//  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA
-//  into
-//    a ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
+//  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA into a
+//    ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
 //  - A thread needs one byte of every four of its row. It reads all of them, 16 bytes at a time
 //    (threads that share a row read the same address), and picks its bytes: ten instructions for
 //    four weights. The next 32 of K are decoded while the tensor cores multiply the last.
@@ -19,78 +18,23 @@
 #include <iterator>
 #include <type_traits>
 
-#include "kernels/gemv/w4_epilogue.cuh"
+#include "kernels/gemv/w4_tile.cuh"
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/gemv/w4_weights.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/wgmma.cuh"
 
 namespace tiercel {
 namespace {
 
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
-constexpr int kHalfStep = kW4Step / 2;  // values of K in a row of x's swizzle
-
-__device__ __forceinline__ void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kW4Consumers) : "memory");
-}
-
-// Four sums in block `rank`'s shared memory.
-__device__ __forceinline__ float4 load_remote(const float4* address, uint32_t rank) {
-  float4 v;
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
-      " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote]; }"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(shared_address(address)), "r"(rank)
-      : "memory");
-  return v;
-}
-
-// Stores four 8x8 matrices, turned. Lane 8 m + r passes the address of column r of matrix m.
-__device__ __forceinline__ void store_turned(uint32_t place, const uint32_t (&words)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place),
-      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-      : "memory");
-}
-
-template <int kTokens, int kRows, int kStages>
-struct Tile {
-  static constexpr int kXBytes = kTokens * kW4Step * 2;
-  static constexpr int kStageBytes = w4_stage_bytes(kTokens, kRows);
-  static constexpr int kMatrices = kRows / 128;  // of 64 rows, a warpgroup
-  static constexpr int kOutRow = kRows * 2 + 16;
-};
-
-template <typename Shape, int kTokens, int kStages>
-__device__ __forceinline__ void load_stages(const W4TilesArgs& args, char* shared, uint64_t* filled,
-                                            uint64_t* freed, int first, int last, int row,
-                                            int token) {
-  map_prefetch(&args.weight_map);
-  map_prefetch(&args.x_map);
-  for (int i = first; i < min(first + kStages, last); ++i) {
-    box_prefetch(&args.weight_map, i * kRowBytes, row);
-  }
-  grid_dependency_wait();
-  for (int i = first; i < last; ++i) {
-    const int turn = i - first, stage = turn % kStages;
-    if (turn >= kStages) mbarrier_wait(freed + stage, turn / kStages + 1 & 1);
-    char* const to = shared + stage * Shape::kStageBytes;
-    mbarrier_expect(filled + stage, Shape::kStageBytes);
-    box_load(to, &args.x_map, i * kW4Step, token, filled + stage);
-    box_load(to + Shape::kXBytes / 2, &args.x_map, i * kW4Step + kHalfStep, token, filled + stage);
-    box_load(to + Shape::kXBytes, &args.weight_map, i * kRowBytes, row, filled + stage);
-  }
-}
 
 template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages, int kTogether>
 __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     w4_tiles(const __grid_constant__ W4TilesArgs args) {
-  using Shape = Tile<kTokens, kRows, kStages>;
+  using Shape = W4Tile<kTokens, kRows, kStages, 2>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
   constexpr int kMatrices = Shape::kMatrices;
   extern __shared__ __align__(1024) char shared[];
@@ -118,8 +62,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   if (warp >= kW4Consumers / 32) {
     if (kTogether == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == kW4Consumers / 32 && lane == 0) {
-      load_stages<Shape, kTokens, kStages>(args, shared, filled, freed, first, last, first_row,
-                                           first_token);
+      load_stages<Shape>(args, shared, filled, freed, first, last, first_row, first_token);
     }
     __syncwarp();
     if (blocks > 1) {
@@ -242,90 +185,9 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
 
   float factor = missing_power<kBFloat16>(args.scales.format);
   if (args.epilogue.global_scale != nullptr) factor *= *args.epilogue.global_scale;
-  consumers_sync();  // every stage was read
-  const bool plain = blocks == 1 && args.epilogue.activation == W4Activation::kNone;
-  char* const results = shared + (plain ? 0 : kRows * kTokens * 4);
-  // Stores 16 tokens: matrices of 8 rows and 8 tokens.
-  const auto store = [&](int pair, int row, const float* v) {
-    const uint32_t words[4] = {Format::pack(v), Format::pack(v + 2), Format::pack(v + 4),
-                               Format::pack(v + 6)};
-    const int token = pair * 16 + lane / 16 * 8 + lane % 8;
-    const int feature = row - lane / 4 + lane / 8 % 2 * 8;
-    store_turned(shared_address(results + token * Shape::kOutRow + feature * 2), words);
-  };
-  constexpr int kPairs = kTokens / 16;
-  if (plain) {
-#pragma unroll
-    for (int m = 0; m < kMatrices; ++m) {
-      const int row = my_row + m * 64;
-      const float low = bias_of<Format>(args.epilogue, first_row + row, args.features);
-      const float high = bias_of<Format>(args.epilogue, first_row + row + 8, args.features);
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        float v[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          v[j] = fmaf(sums[m][pair * 8 + j], factor, j / 2 % 2 == 0 ? low : high);
-        }
-        store(pair, row, v);
-      }
-    }
-  } else {
-    float4* const parts = reinterpret_cast<float4*>(shared) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kMatrices * kPairs * 2; ++i) {
-      const float* s = sums[i / (kPairs * 2)] + i % (kPairs * 2) * 4;
-      parts[i * kW4Consumers] = make_float4(s[0], s[1], s[2], s[3]);
-    }
-    if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
-    }
-    for (int i = rank; i < kMatrices * kPairs; i += blocks) {
-      const int row = my_row + i / kPairs * 64;
-      float v[8] = {};
-      for (int b = 0; b < blocks; ++b) {
-        const float4* from = parts + i * 2 * kW4Consumers;
-        const float4 first_part = blocks == 1 ? from[0] : load_remote(from, b);
-        const float4 second_part =
-            blocks == 1 ? from[kW4Consumers] : load_remote(from + kW4Consumers, b);
-        v[0] += first_part.x, v[1] += first_part.y, v[2] += first_part.z, v[3] += first_part.w;
-        v[4] += second_part.x, v[5] += second_part.y, v[6] += second_part.z, v[7] += second_part.w;
-      }
-      const float low = bias_of<Format>(args.epilogue, first_row + row, args.features);
-      const float high = bias_of<Format>(args.epilogue, first_row + row + 8, args.features);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        v[j] = activated(args.epilogue.activation, fmaf(v[j], factor, j / 2 % 2 == 0 ? low : high));
-      }
-      store(i % kPairs, row, v);
-    }
-  }
-  if (blocks > 1) cluster_arrive();
-  consumers_sync();
-  constexpr int kChunks = kRows / 8;  // of 16 bytes, a token
-  const bool whole = args.features % 8 == 0;
-  for (int i = threadIdx.x; i < kTokens * kChunks; i += kW4Consumers) {
-    const int token = i / kChunks, feature = i % kChunks * 8;
-    if (first_token + token >= args.tokens || first_row + feature >= args.features) continue;
-    if (blocks > 1 && (feature / 64 % kMatrices * (kTokens / 16) + token / 16) % blocks != rank)
-      continue;
-    const uint4 v = *reinterpret_cast<const uint4*>(results + token * Shape::kOutRow + feature * 2);
-    uint16_t* const to =
-        args.out + (first_token + token) * int64_t{args.features} + first_row + feature;
-    if (whole) {
-      *reinterpret_cast<uint4*>(to) = v;
-      continue;
-    }
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (first_row + feature + j < args.features) {
-        to[j] = static_cast<uint16_t>(words[j / 2] >> j % 2 * 16);
-      }
-    }
-  }
-  if (blocks > 1) cluster_wait();
+  const auto finish = [&](float sum, int, float bias) { return fmaf(sum, factor, bias); };
+  finish_tile<Shape, Format>(args, shared, sums, my_row, first_row, first_token, blocks, rank,
+                             finish);
 }
 
 #define TIERCEL_TILES(floats, bfloat16, tokens, rows, stages, together, name)                     \

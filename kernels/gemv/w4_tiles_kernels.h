@@ -41,8 +41,8 @@ struct W4TilesKernel {
   Kernel kernel;
 };
 
-constexpr int w4_stage_bytes(int tokens, int rows) {
-  return rows * (kW4Step / 2) + tokens * (kW4Step * 2);
+constexpr int w4_stage_bytes(int tokens, int rows, int value_bytes) {
+  return rows * (kW4Step / 2) + tokens * (kW4Step * value_bytes);
 }
 
 // Bytes for the sums of the blocks of a cluster and for the result, in place of the stages.

@@ -131,6 +131,30 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const u
 #undef TIERCEL_WGMMA
 }
 
+// d = a b + (add ? d : 0), along 32 of the sum, both of e4m3: 64 rows of a in registers.
+template <int kCount>
+__device__ __forceinline__ void wgmma_float8_from_registers(float (&d)[kCount],
+                                                            const uint32_t (&a)[4], uint64_t b,
+                                                            bool add) {
+  static_assert(kCount == 16 || kCount == 64 || kCount == 128);
+#define TIERCEL_WGMMA(columns, count, a0, a1, a2, a3, at_b, at_add)                                \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #at_add                                      \
+               ", 0;\n"                                                                            \
+               "wgmma.mma_async.sync.aligned.m64n" #columns                                        \
+               "k32.f32.e4m3.e4m3 {" TIERCEL_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2         \
+                                                           ", %" #a3 "}, %" #at_b ", add, 1, 1; }" \
+               : TIERCEL_SUMS_##count                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+  if constexpr (kCount == 16) {
+    TIERCEL_WGMMA(32, 16, 16, 17, 18, 19, 20, 21);
+  } else if constexpr (kCount == 64) {
+    TIERCEL_WGMMA(128, 64, 64, 65, 66, 67, 68, 69);
+  } else {
+    TIERCEL_WGMMA(256, 128, 128, 129, 130, 131, 132, 133);
+  }
+#undef TIERCEL_WGMMA
+}
+
 #undef TIERCEL_NAMES_16
 #undef TIERCEL_NAMES_32
 #undef TIERCEL_NAMES_64

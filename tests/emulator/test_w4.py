@@ -27,6 +27,7 @@ def check(tokens, features, k, layout, dtype=torch.bfloat16, activation=0, tiles
         weights.zero_point,
         global_scale,
         bias,
+        None,
         out,
         FORMATS.index(weights.format),
         activation,

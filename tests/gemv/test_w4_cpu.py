@@ -98,6 +98,22 @@ def test_float_checkpoints_are_views():
         pack_w4(weights.packed, weights.scale, layout="awq")
 
 
+@pytest.mark.parametrize("layout", ["mxfp4", "int4-64-zero", "int4-128"])
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+def test_float8_activations(layout, scale_dtype):
+    weights = draw(layout, 12, 256, scale_dtype, "cpu")
+    x, x_scale = tiercel.fp8_quantize(torch.randn(3, 256).bfloat16(), "row")
+    bias = torch.randn(12).bfloat16()
+    arguments = {"format": weights.format, "zero_point": weights.zero_point, "bias": bias}
+    terms = x.double() @ weights.values.T
+    for scale in (x_scale, x_scale[:, 0], x_scale[:1], x_scale[0, 0]):
+        got = tiercel.w4_linear(x, weights.packed, weights.scale, x_scale=scale, **arguments)
+        factor = scale.double().reshape(-1, 1)
+        assert got.dtype == torch.bfloat16
+        due = terms * factor + bias.double()
+        torch.testing.assert_close(got.double(), due, rtol=5e-3, atol=1e-3)
+
+
 def call(layout="mxfp4", **changes):
     weights = draw(layout, 8, 128, torch.bfloat16, "cpu")
     arguments = {
@@ -110,6 +126,8 @@ def call(layout="mxfp4", **changes):
 
 
 HALVES = torch.ones(8, 3, dtype=torch.bfloat16)
+BYTES = torch.ones(8, 2, dtype=torch.uint8)
+FLOAT8 = torch.ones(2, 128).to(torch.float8_e4m3fn)
 BAD = [
     (
         lambda: call(x=torch.ones(2, 48, dtype=torch.bfloat16), weight=torch.zeros(8, 24).byte()),
@@ -141,6 +159,46 @@ BAD = [
         lambda: call("int4-64", zero_point=HALVES),
         ValueError,
         "w4_linear: `zero_point` must have shape as `scale` = [8, 2], got [8, 3]",
+    ),
+    (
+        lambda: call("int4-64", zero_point=torch.ones(8, 2, dtype=torch.float16)),
+        TypeError,
+        "w4_linear: `zero_point` must have dtype bfloat16, got float16",
+    ),
+    (
+        lambda: call(x=FLOAT8),
+        TypeError,
+        "w4_linear: `x` must have dtype bfloat16 or float16, got float8_e4m3fn",
+    ),
+    (
+        lambda: call(x_scale=torch.ones(1)),
+        TypeError,
+        "w4_linear: `x` must have dtype float8_e4m3fn, got bfloat16",
+    ),
+    (
+        lambda: call("nvfp4", x=FLOAT8, x_scale=torch.ones(1)),
+        ValueError,
+        "w4_linear: `format` must be 'mxfp4' or 'int4' where `x` is float8_e4m3fn, got 'nvfp4'",
+    ),
+    (
+        lambda: call(x=FLOAT8, x_scale=torch.ones(3)),
+        ValueError,
+        "w4_linear: `x_scale` must have 1 or T = 2 elements, got shape [3]",
+    ),
+    (
+        lambda: call("int4-64", x=FLOAT8, x_scale=torch.ones(2), scale=torch.ones(8, 2)),
+        TypeError,
+        "w4_linear: `scale` must have dtype uint8, float8_e4m3fn, bfloat16 or float16, got float32",
+    ),
+    (
+        lambda: call("int4-64", x=FLOAT8, x_scale=torch.ones(2), scale=BYTES),
+        TypeError,
+        "w4_linear: `scale` must have dtype bfloat16 or float16, got uint8",
+    ),
+    (
+        lambda: call(x=FLOAT8, x_scale=torch.ones(2), bias=torch.ones(8, dtype=torch.float16)),
+        TypeError,
+        "w4_linear: `bias` must have dtype bfloat16, got float16",
     ),
 ]
 

@@ -47,7 +47,7 @@ def check(tokens, features, k, layout, dtype=torch.bfloat16, tiles=None, **more)
         )
     else:
         got = x.new_full((tokens, features), torch.nan)
-        given = [arguments.get(name) for name in ("zero_point", "global_scale", "bias")]
+        given = [arguments.get(name) for name in ("zero_point", "global_scale", "bias", "x_scale")]
         index = FORMATS.index(weights.format)
         activation = ACTIVATIONS.index(more.get("activation", "none"))
         _C.w4_linear(x, weights.packed, weights.scale, *given, got, index, activation, tiles)

@@ -30,6 +30,7 @@ def w4(make, kind=MXFP4, tokens=64, features=256, k=512, activation=NONE, tiles=
         "zero_point": None,
         "global_scale": None,
         "bias": None,
+        "x_scale": None,
         "out": make(tokens, features, dtype=dtype),
     } | changes
     return _C.w4_linear_plan(*arguments.values(), kind, activation, *tiles)
@@ -63,6 +64,84 @@ def test_float16(make):
             assert "float16" in w4(make, kind, tokens, dtype="float16")["kernel"]
     with pytest.raises(NotImplementedError, match="MXFP4's scales need the range of bfloat16"):
         w4(make, MXFP4, dtype="float16")
+
+
+def float8(make, kind=MXFP4, tokens=64, features=256, k=512, **changes):
+    arguments = {
+        "x": make(tokens, k, dtype=E4M3),
+        "x_scale": make(tokens, dtype="float32"),
+        "out": make(tokens, features, dtype="bfloat16"),
+    }
+    return w4(make, kind, tokens, features, k, **arguments | changes)
+
+
+@pytest.mark.parametrize("kind", [MXFP4, INT4])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 200, 1024, 8192])
+def test_float8_sizes(kind, tokens):
+    for features in (1, 100, 2880, 28672):
+        for k in (64, 2880, 4096, 28672):
+            got = float8(ExchangeTensor, kind, tokens, features, k, activation=SILU)
+            assert got["dynamic_smem"] <= 224 * 1024 and got["block"] <= 384
+            name = "int4, group=32" if kind == INT4 else "e2m1"  # groups of 64
+            assert got["kernel"].startswith(f"w4_float8<{name}")
+            tiles = -(-tokens // got["tokens"]) * -(-features // got["rows"])
+            assert got["grid"] == tiles * got["cluster"]
+            assert got["passes"] * got["cluster"] * 128 >= k
+
+
+def test_float8_kernels(make):
+    scale = make(256, 4, dtype="float16")
+    assert "group=128" in float8(make, INT4, scale=scale)["kernel"]
+    assert float8(make, x_scale=make(dtype="float32"))["grid"] >= 1
+    assert float8(make, tiles=((256, 128, 2),))["tokens"] == 256
+    with pytest.raises(NotImplementedError, match="there is no such kernel"):
+        float8(make, INT4, tiles=((256, 128, 1),))
+
+
+FLOAT8_BAD = [
+    (
+        {"x": lambda make: make(64, 512, dtype="bfloat16")},
+        TypeError,
+        "`x` must have dtype float8_e4m3fn, got bfloat16",
+    ),
+    (
+        {"out": lambda make: make(64, 256, dtype="float16")},
+        TypeError,
+        "`out` must have dtype bfloat16, got float16",
+    ),
+    (
+        {"x_scale": lambda make: make(64, dtype="bfloat16")},
+        TypeError,
+        "`x_scale` must have dtype float32, got bfloat16",
+    ),
+    (
+        {"x_scale": lambda make: make(63, dtype="float32")},
+        ValueError,
+        "`x_scale` must have 1 or T = 64 elements, got shape [63]",
+    ),
+    (
+        {"x_scale": lambda make: make(64, dtype="float32", strides=(2,))},
+        ValueError,
+        "`x_scale` must be contiguous, got strides [2] for shape [64]",
+    ),
+    (
+        {"x_scale": lambda make: make(64, dtype="float32", device="cpu")},
+        ValueError,
+        "`x_scale` must be on the device of `x`, a tensor on cuda:0, got a CPU tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), FLOAT8_BAD)
+def test_bad_float8_arguments_are_named(make, changes, error, text):
+    with pytest.raises(error) as info:
+        float8(make, **{name: value(make) for name, value in changes.items()})
+    assert str(info.value) == f"w4_linear: {text}"
+
+
+def test_float8_takes_no_nvfp4(make):
+    with pytest.raises(ValueError, match="`format` must be mxfp4 or int4 where `x` is float8"):
+        float8(make, NVFP4)
 
 
 def test_given_kernels(make):

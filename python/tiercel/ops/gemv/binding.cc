@@ -75,6 +75,7 @@ constexpr Field<W4LinearCall> kW4Fields[] = {
     Optional<&W4LinearCall::zero_point>("zero_point"),
     kGlobalScale,
     Optional<&W4LinearCall::bias>("bias"),
+    Optional<&W4LinearCall::x_scale>("x_scale"),
     kLinearOut,
     Index<W4Format::kInt4, &W4LinearCall::format>("format"),
     Index<W4Activation::kReluSquared, &W4LinearCall::activation>("activation"),

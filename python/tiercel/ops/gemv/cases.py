@@ -167,6 +167,8 @@ _GROUPS = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 def _invalid_w4(params: Mapping[str, Any]) -> str | None:
     if params["format"] not in _GROUPS:
         return f"format must be one of {', '.join(_GROUPS)}"
+    if params["float8"] and params["format"] == "nvfp4":
+        return "float8 activations do not go with nvfp4"
     return _invalid("TNK", 128 if params["format"] == "int4" else 64)(params)  # type: ignore[no-any-return]
 
 
@@ -183,17 +185,35 @@ def _make_w4(case: Any, device: str, seed: int) -> Inputs:
         scale = torch.randint(121, 129, shape, dtype=torch.uint8, **options)
     else:
         scale = (torch.rand(shape, **options) / 4 + 0.05).to(torch.bfloat16)
-    return {
-        "x": torch.randn(case["T"], k, **options).to(torch.bfloat16),
+    x = torch.randn(case["T"], k, **options)
+    inputs = {
+        "x": x.to(torch.bfloat16),
         "weight": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, **options),
         "scale": scale,
     }
+    if case["float8"]:
+        inputs["x_scale"] = x.abs().amax(-1, keepdim=True) / 448
+        inputs["x"] = (x / inputs["x_scale"]).to(torch.float8_e4m3fn)
+    return inputs
+
+
+def _w4_call(case: Any, inputs: Inputs) -> Any:
+    operands = tuple(inputs[name] for name in ("x", "weight", "scale"))
+    options = {"format": case["format"]}
+    return operands, options | ({"x_scale": inputs["x_scale"]} if case["float8"] else {})
+
+
+def _w4_out(case: Any, inputs: Inputs) -> Any:
+    import torch
+
+    return inputs["x"].new_empty(case["T"], case["N"], dtype=torch.bfloat16)
 
 
 def _w4_bytes(case: Any) -> int:
     group = _GROUPS[case["format"]]
     scales = case["K"] // group * (2 if case["format"] == "int4" else 1)
-    return int(case["N"] * (case["K"] // 2 + scales) + 2 * case["T"] * (case["K"] + case["N"]))
+    x_row = case["K"] + 4 if case["float8"] else 2 * case["K"]
+    return int(case["N"] * (case["K"] // 2 + scales) + case["T"] * (x_row + 2 * case["N"]))
 
 
 def _w4_reference(case: Any, inputs: Inputs) -> Any:
@@ -202,6 +222,8 @@ def _w4_reference(case: Any, inputs: Inputs) -> Any:
     from tiercel.ops.gemv.reference import w4_values
 
     x = inputs["x"].double()
+    if case["float8"]:
+        x = x * inputs["x_scale"].double()
     parts = [
         x @ w4_values(w, s, case["format"]).double().T
         for w, s in zip(inputs["weight"].split(2048), inputs["scale"].split(2048), strict=True)
@@ -210,7 +232,8 @@ def _w4_reference(case: Any, inputs: Inputs) -> Any:
 
 
 def _check_w4(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """Weights of int4 are rounded to bfloat16, each once; others may round partial sums too."""
+    """Weights of int4 are rounded to bfloat16, each once; others may round partial sums too. Tensor
+    cores that sum float8 lose about what that rounding does."""
     (result,) = outputs
     if result.shape != expected.shape:
         raise WrongResult(f"shape {tuple(result.shape)}")
@@ -221,11 +244,11 @@ BENCHES = [
     OpBench(
         family="gemv",
         op="w4_linear",
-        params={"T": None, "N": None, "K": None, "format": "mxfp4"},
+        params={"T": None, "N": None, "K": None, "format": "mxfp4", "float8": False},
         invalid=_invalid_w4,
         make=_make_w4,
-        call=lambda case, inputs: (tuple(inputs.values()), {"format": case["format"]}),
-        out=lambda case, inputs: inputs["x"].new_empty(case["T"], case["N"]),
+        call=_w4_call,
+        out=_w4_out,
         bytes_moved=_w4_bytes,
         flops=lambda case: 2 * int(case["T"] * case["N"] * case["K"]),
         reference=_w4_reference,

@@ -156,7 +156,7 @@ _W4_LINEAR = Op(
         _C.w4_linear,
         _C.w4_linear_plan,
         (
-            *("x", "weight", "scale", "zero_point", "global_scale", "bias", "out"),
+            *("x", "weight", "scale", "zero_point", "global_scale", "bias", "x_scale", "out"),
             Lookup("format", {name: i for i, name in enumerate(FORMATS)}),
             Lookup("activation", {name: i for i, name in enumerate(ACTIVATIONS)}),
         ),
@@ -172,6 +172,7 @@ _W4_LINEAR = Op(
         global_scale=call.global_scale,
         bias=call.bias,
         activation=call.activation,
+        x_scale=call.x_scale,
     ),
     method=_METHOD,
 )
@@ -188,6 +189,7 @@ def w4_linear(
     global_scale: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "none",
+    x_scale: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -209,26 +211,36 @@ def w4_linear(
     the dtype of ``x``, except for a single token of bfloat16. Sums are float32, and the result is
     rounded once.
 
+    With ``x_scale``, activations are float8, and products run at the tensor cores' rate for it.
+    Numbers of mxfp4 and int4 fit float8 exactly; nvfp4's scales of 16 values do not go with it.
+    Tensor cores add float8 products with some 13 bits behind the point of the sum: of a whole row
+    with mxfp4, of a group with int4, whose scales then multiply float32 sums. Scales of mxfp4 that
+    are more than 2**14 below the largest of their row lose bits in the same way.
+
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
-        x: ``[T, K]`` bfloat16 or float16. The precompiled kernels take K that is a multiple of 64
-            and rows at any distance that is a multiple of 16 bytes, and MXFP4 with bfloat16 only;
-            ref takes others.
+        x: ``[T, K]`` bfloat16 or float16, or float8_e4m3fn with ``x_scale``, as
+            :func:`tiercel.fp8_quantize` makes it. The precompiled kernels take K that is a multiple
+            of 64 and rows at any distance that is a multiple of 16 bytes, and MXFP4 not with
+            float16; ref takes others.
         weight: ``[N, K / 2]`` uint8 or float4_e2m1fn_x2, on the device of ``x``.
         scale: The scales of groups along K, see above.
         format: ``"mxfp4"``, ``"nvfp4"`` or ``"int4"``.
         zero_point: Of int4: as ``scale``, whole numbers from 0 to 15; None is 8.
         global_scale: ``[1]`` float32; None is 1.
-        bias: ``[N]`` of x's dtype, contiguous, or None.
+        bias: ``[N]`` of the result's dtype, contiguous, or None.
         activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or
             ``"relu_squared"``.
-        out: ``[T, N]`` of x's dtype to write to, contiguous.
+        x_scale: float32, contiguous: what the values of a float8 ``x`` are multiplied by, one
+            number or one for each of its rows, in any shape of so many elements. int4's scale is
+            then bfloat16 or float16.
+        out: ``[T, N]`` of the result's dtype to write to, contiguous.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[T, N]`` of x's dtype.
+        ``[T, N]`` of x's dtype, or bfloat16 with ``x_scale``.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
@@ -239,11 +251,13 @@ def w4_linear(
 
     Example:
         >>> y = tiercel.w4_linear(x, blocks.flatten(-2), scales, bias=bias)  # gpt-oss's
+        >>> x8, x_scale = tiercel.fp8_quantize(x, "row")
+        >>> y = tiercel.w4_linear(x8, blocks.flatten(-2), scales, bias=bias, x_scale=x_scale)
     """
-    if out is None:
-        return _W4_LINEAR.pick()(  # type: ignore[no-any-return]
-            x, weight, scale, format, zero_point, global_scale, bias, activation, backend
-        )
-    return _W4_LINEAR.into()(  # type: ignore[no-any-return]
-        out, x, weight, scale, format, zero_point, global_scale, bias, activation, backend
+    arguments = (
+        *(x, weight, scale, format, zero_point, global_scale, bias, activation, x_scale),
+        backend,
     )
+    if out is None:
+        return _W4_LINEAR.pick()(*arguments)  # type: ignore[no-any-return]
+    return _W4_LINEAR.into()(out, *arguments)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 
 PyTorch has no such product on this GPU: it multiplies what the weights stand for, made bfloat16
 beforehand, which they fit exactly. vLLM's is Marlin, with weights and scales put into its own order
-beforehand; it has vectors of bfloat16 only.
+beforehand; it has vectors of bfloat16 only, and for w4_linear activations of float8.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def _torch_w4(case: Any, inputs: dict[str, Any]) -> Launch:
 
     weight = w4_values(inputs["weight"], inputs["scale"], case["format"]).to(torch.bfloat16)
     x = inputs["x"]
+    if case["float8"]:
+        x = (x.float() * inputs["x_scale"]).to(torch.bfloat16)
     return Launch(run=lambda: (torch.nn.functional.linear(x, weight),))
 
 
@@ -57,14 +59,20 @@ E2M1_TYPE = 2 | 1 << 8 | 1 << 16 | 1 << 49
 # Four bits of mantissa, unsigned, less 8.
 _INT4_TYPE = 4 << 8 | 8 << 17 | 1 << 50
 _ORDER = [i + 8 * j for i in range(8) for j in range(8)]
+_ORDER_OF_FLOAT8 = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
 
 
-def _marlin_scales(scale: Any, kind: str) -> Any:
+def _marlin_scales(scale: Any, kind: str, float8: bool) -> Any:
     """Scales [n, groups] in Marlin's order and format; nvfp4's: e4m3's bits without the sign,
-    shifted."""
+    shifted. With float8 activations, times the power of 2 that its numbers lack in e4m3."""
     import torch
 
     n = scale.shape[0]
+    if float8:
+        turned = scale + 6 if kind == "mxfp4" else scale * 512
+        turned = turned.t().reshape(-1, len(_ORDER_OF_FLOAT8))[:, _ORDER_OF_FLOAT8]
+        turned = turned.reshape(-1, n).contiguous()
+        return turned.view(torch.float8_e8m0fnu) if kind == "mxfp4" else turned
     turned = scale.float().half() if kind == "nvfp4" else scale
     turned = turned.t().reshape(-1, len(_ORDER))[:, _ORDER]
     if kind != "int4":
@@ -81,8 +89,10 @@ def _marlin_scales(scale: Any, kind: str) -> Any:
 class _Marlin:
     """One weight [n, k] prepared for it."""
 
-    def __init__(self, weight: Any, scale: Any, kind: str = "nvfp4") -> None:
+    def __init__(self, weight: Any, scale: Any, kind: str = "nvfp4", x_scale: Any = None) -> None:
         import torch
+
+        self._x_scale, float8 = x_scale, x_scale is not None
 
         repack, self._gemm = operator("_C", "gptq_marlin_repack"), operator("_C", "marlin_gemm")
         self._n, self._k = weight.shape[0], 2 * weight.shape[1]
@@ -90,12 +100,15 @@ class _Marlin:
             raise Unsupported("N must be a multiple of 64 and K of 128")
         packed = weight.view(torch.uint8).view(torch.int32).t().contiguous()
         names = [a.name for a in repack.default._schema.arguments]
-        sizes = {"size_k": self._k, "size_n": self._n, "num_bits": 4, "is_a_8bit": False}
+        sizes = {"size_k": self._k, "size_n": self._n, "num_bits": 4, "is_a_8bit": float8}
         given: dict[str, Any] = {name: sizes[name] for name in names if name in sizes}
         if "perm" in names:
             given["perm"] = torch.empty(0, dtype=torch.int32, device=weight.device)
         self._weight = repack(packed, **given)
-        self._scale = _marlin_scales(scale, kind)
+        if float8 and kind == "int4":
+            prepare = operator("_C", "marlin_int4_fp8_preprocess")
+            self._weight = prepare(self._weight, None, False)
+        self._scale = _marlin_scales(scale, kind, float8)
         self._type = _INT4_TYPE if kind == "int4" else E2M1_TYPE
         self._workspace = torch.zeros(1024, dtype=torch.int32, device=weight.device)
         # 2^126 makes bfloat16 of e2m1's bits, 2^-7 takes back what the scales got.
@@ -107,6 +120,7 @@ class _Marlin:
             "c_or_none": out,
             "b_q_weight": self._weight,
             "b_scales": self._scale,
+            "a_scales": self._x_scale,
             "global_scale": self._global,
             "workspace": self._workspace,
             "b_type_id": self._type,
@@ -151,12 +165,13 @@ def _vllm_linear(case: Any, inputs: dict[str, Any]) -> Launch:
 def _vllm_w4(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
-    x, weight, scale = inputs.values()
+    x, weight, scale = (inputs[name] for name in ("x", "weight", "scale"))
     if case["format"] == "nvfp4":
         weight = weight.view(torch.float4_e2m1fn_x2)
         return _vllm_linear(case, {"x": x, "weight": weight, "scale": scale})
-    marlin = _Marlin(weight, scale, case["format"])
-    return Launch(run=lambda: (marlin(x),))
+    marlin = _Marlin(weight, scale, case["format"], inputs.get("x_scale"))
+    out = torch.empty(case["T"], case["N"], dtype=torch.bfloat16, device=x.device)
+    return Launch(run=lambda: (marlin(x, out if case["float8"] else None),))
 
 
 def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:

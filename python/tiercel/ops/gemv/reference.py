@@ -76,10 +76,14 @@ def w4_linear(
     global_scale: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "none",
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """Reference of :func:`tiercel.w4_linear`, for any K; in float32, rounded once."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    narrow = x.dtype if x_scale is None else torch.bfloat16
+    wide = torch.promote_types(narrow, torch.float32)
     result = x.to(wide) @ w4_values(weight, scale, format, zero_point).to(wide).mT
+    if x_scale is not None:
+        result = result * x_scale.reshape(-1, 1)
     if global_scale is not None:
         result = result * global_scale
     if bias is not None:
@@ -90,7 +94,7 @@ def w4_linear(
         result = functional.relu(result).square()
     elif activation != "none":
         result = getattr(functional, activation)(result)
-    return result.to(x.dtype)
+    return result.to(narrow)
 
 
 def w4_values(weight: Tensor, scale: Tensor, kind: str, zero_point: Tensor | None = None) -> Tensor:

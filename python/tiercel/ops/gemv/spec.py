@@ -108,7 +108,26 @@ ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh", "relu_squared")
 GROUPS = (32, 64, 128)  # of int4
 
 
+def _dtype_name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_x_scale(call: Call) -> None:
+    if call.format == "nvfp4":
+        raise ValueError(
+            "w4_linear: `format` must be 'mxfp4' or 'int4' where `x` is float8_e4m3fn, got 'nvfp4'"
+        )
+    tokens = call.x.shape[0]
+    if call.x_scale.numel() not in (1, tokens):
+        raise ValueError(
+            f"w4_linear: `x_scale` must have 1 or T = {tokens} elements, got shape "
+            f"{list(call.x_scale.shape)}"
+        )
+
+
 def _check_w4(call: Call) -> None:
+    if call.x_scale is not None:
+        _check_x_scale(call)
     features, k = call.weight.shape[0], call.x.shape[1]
     group = 16 if call.format == "nvfp4" else 32
     if k % group:
@@ -117,11 +136,11 @@ def _check_w4(call: Call) -> None:
         )
     got = list(call.scale.shape)
     scale = call.scale
-    dtype = str(scale.dtype).removeprefix("torch.")
-    x_dtype = str(call.x.dtype).removeprefix("torch.")
-    due = {"nvfp4": _SCALES, "mxfp4": "uint8", "int4": x_dtype}[call.format]
-    if dtype != due:
-        raise TypeError(f"w4_linear: `scale` must have dtype {due}, got {dtype}")
+    dtype = _dtype_name(scale)
+    halves = HALVES if call.x_scale is not None else (_dtype_name(call.x),)
+    due = {"nvfp4": (_SCALES,), "mxfp4": ("uint8",), "int4": halves}[call.format]
+    if dtype not in due:
+        raise TypeError(f"w4_linear: `scale` must have dtype {' or '.join(due)}, got {dtype}")
     if call.format != "int4":
         if got != [features, k // group]:
             raise ValueError(
@@ -136,7 +155,13 @@ def _check_w4(call: Call) -> None:
             "w4_linear: `scale` must have shape [N, K / group] with a group of 32, 64 or 128, "
             f"got {got}"
         )
-    if call.zero_point is not None and list(call.zero_point.shape) != got:
+    if call.zero_point is None:
+        return
+    if _dtype_name(call.zero_point) != dtype:
+        raise TypeError(
+            f"w4_linear: `zero_point` must have dtype {dtype}, got {_dtype_name(call.zero_point)}"
+        )
+    if list(call.zero_point.shape) != got:
         raise ValueError(
             f"w4_linear: `zero_point` must have shape as `scale` = {got}, "
             f"got {list(call.zero_point.shape)}"
@@ -145,22 +170,34 @@ def _check_w4(call: Call) -> None:
 
 W4_LINEAR = Spec(
     "w4_linear",
-    Tensor("x", "T K", HALVES, strided=True),
+    Tensor("x", "T K", HALVES, strided=True, dtype_with=("x_scale", _SCALES)),
     Tensor("weight", "N K/2", ("uint8", _CODES), strided=True),
     Tensor("scale", "*", ("uint8", _SCALES, *HALVES), strided=True),
     Str("format", "mxfp4", choices=FORMATS),
-    Tensor("zero_point", "*", "x", strided=True, optional=True),
+    Tensor("zero_point", "*", HALVES, strided=True, optional=True),
     Tensor("global_scale", "1", "float32", strided=True, optional=True),
-    Tensor("bias", "N", "x", optional=True),
+    Tensor("bias", "N", "x", optional=True, dtype_with=("x_scale", "bfloat16")),
     Str("activation", "none", choices=ACTIVATIONS),
-    # int4's values times their scale are rounded to x's dtype, and the result is.
-    results=[Tensor("out", "T N", "x", rtol=8e-3, atol=1e-3, of_sums=2**-9)],
+    Tensor("x_scale", "*", "float32", optional=True),
+    # int4's values times their scale are rounded to x's dtype, and the result is. Of float8 x, the
+    # adder's bits and those of MXFP4's small scales are lost instead.
+    results=[
+        Tensor(
+            *("out", "T N", "x"),
+            dtype_with=("x_scale", "bfloat16"),
+            rtol=8e-3,
+            atol=1e-3,
+            of_sums=2**-9,
+        )
+    ],
     check=_check_w4,
-    limits="K a multiple of 64; MXFP4 with bfloat16",
+    limits="K a multiple of 64; MXFP4 with bfloat16 or float8",
     numerics=Numerics(
         2**-9,
         of="terms",
-        sums="float32; int4's weights times their scale in the dtype of `x`",
+        sums="float32; int4's weights times their scale in the dtype of `x`. Of float8 `x`, as the "
+        "tensor cores sum float8: int4's groups, which are scaled and added in float32, and "
+        "MXFP4's rows",
         batch_invariant=False,
         varies="the kernel, and the split of K, which are chosen by the number of tokens",
     ),
