@@ -10,24 +10,13 @@
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/load_remote.cuh"
 #include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 
 __device__ __forceinline__ void consumers_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kW4Consumers) : "memory");
-}
-
-// Four sums in block `rank`'s shared memory.
-__device__ __forceinline__ float4 load_remote(const float4* address, uint32_t rank) {
-  float4 v;
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
-      " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote]; }"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(shared_address(address)), "r"(rank)
-      : "memory");
-  return v;
 }
 
 // Stores four 8x8 matrices, turned. Lane 8 m + r passes the address of column r of matrix m.

@@ -10,6 +10,7 @@
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/memory_rate.h"
 #include "kernels/sm90/row_matrix.h"
@@ -182,6 +183,7 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   const bool narrow = call.x->dtype != DType::kFloat32;
   args->weight_float32 = narrow && is_float32(call.weight);
   args->bias_float32 = narrow && is_float32(call.bias);
+  args->early_launch = launches_early(choice->grid);
   return Status();
 }
 

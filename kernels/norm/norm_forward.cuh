@@ -18,7 +18,7 @@
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/teams.cuh"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 
 namespace tiercel {
 
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kAligned1
       }
     }
   }
-  grid_dependency_wait();
-  grid_dependency_launch();  // the next grid may fill free room once the last blocks run
+  // The next grid may fill free room once the last blocks run.
+  grid_dependency_wait_and_launch(args.early_launch);
 
   Values values[kVectors];
 #pragma unroll

@@ -129,6 +129,7 @@ struct NormForwardArgs {
   bool layer_norm;
   bool weight_float32;  // and x is not
   bool bias_float32;
+  bool early_launch;  // see grid_dependency_wait_and_launch()
 };
 
 struct NormBackwardArgs {

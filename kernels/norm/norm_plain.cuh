@@ -15,7 +15,7 @@
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/single_block_reduce.cuh"
 #include "kernels/norm/teams.cuh"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 
 namespace tiercel {
 
@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   // A block with four vectors per thread has no registers left for these.
   if constexpr (kLayer && (kWarp || kVectors < 4)) materialize_now(own.number, own.inverse);
   if constexpr (kLayer && !kWarp && kVectors < 4) materialize_now(warps.number, warps.inverse);
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
 
   const auto read = [&](Values(&to)[kVectors], const char* from) {
     each([&](int v) { to[v].load(from + v * step); });

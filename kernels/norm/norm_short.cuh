@@ -13,7 +13,7 @@
 #include "kernels/norm/moments.cuh"
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/row_sums.cuh"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 
 namespace tiercel {
 
@@ -76,8 +76,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
       if (row < kNormParametersAhead && r == 0) prefetch_parameters<Format>(args, column(v));
     });
   }
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
 
   Values values[kRows][kVectors];
   each([&](int r, int v, bool valid) {

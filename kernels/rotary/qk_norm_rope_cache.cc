@@ -7,6 +7,7 @@
 #include "kernels/rotary/kv_cache_prepare.h"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/prefetch.h"
@@ -186,6 +187,7 @@ Status prepare(const QkNormRopeCacheCall& t, QkNormRopeCacheArgs* args, Choice* 
   while (lanes < places) lanes *= 2;
   TIERCEL_RETURN_IF_ERROR(choose(*args, *t.q, t.interleaved, lanes, choice));
   args->cache.prefetch_blocks = resident_blocks(choice->block) / 2;  // as for kv_cache_write
+  args->early_launch = launches_early(int64_t{choice->grid.x} * choice->grid.y);
   return Status();
 }
 

@@ -14,7 +14,7 @@
 #include "kernels/rotary/float8_store.cuh"
 #include "kernels/rotary/integers.cuh"
 #include "kernels/rotary/rotary_kernels.h"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/reduce.cuh"
 
@@ -107,8 +107,7 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
       prefetch_line(cache.slots, blockIdx.x, cache.tokens * (cache.wide_slots ? 8 : 4));
     }
   }
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
 
   Integer position = {0, 0}, number = {~0u, ~0u};
   if (there) {

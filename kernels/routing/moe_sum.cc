@@ -6,6 +6,7 @@
 
 #include "kernels/routing/moe_sum_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -87,6 +88,7 @@ Status prepare(const TensorView& x, const TensorView* weights, const TensorView&
   }
   call->config.grid = {static_cast<uint32_t>(grid), static_cast<uint32_t>(parts), 1};
   call->config.block = {static_cast<uint32_t>(width), static_cast<uint32_t>(height), 1};
+  args.early_launch = launches_early(grid * parts);
   call->config.dependent = true;
   return Status();
 }

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "kernels/routing/moe_sum_kernels.h"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
@@ -89,8 +89,7 @@ __global__ void __launch_bounds__(256, 4)
     moe_sum_by_vectors(const __grid_constant__ MoeSumArgs args) {
   const int column = blockIdx.y * blockDim.x + threadIdx.x;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
   if (row >= args.rows || column >= args.columns) return;
   const char* x = args.x + row * args.row_stride + static_cast<int64_t>(column) * 16;
   const int k = kK > 0 ? kK : args.k;
@@ -110,8 +109,7 @@ __global__ void __launch_bounds__(256)
   constexpr int kBytes = 4 / Format::kPerWord;
   const int column = blockIdx.y * blockDim.x + threadIdx.x;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
   if (row >= args.rows || column >= args.columns) return;
   const char* x = args.x + row * args.row_stride + column * args.column_stride;
   float sum = 0.0f;

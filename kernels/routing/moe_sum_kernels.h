@@ -20,6 +20,7 @@ struct MoeSumArgs {
   int64_t rows;
   int columns;  // in vectors
   int k;
+  bool early_launch;  // see grid_dependency_wait_and_launch()
 };
 
 struct MoeSumKernel {

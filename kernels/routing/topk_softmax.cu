@@ -97,8 +97,8 @@ template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkSoftmaxThreads, kPerLane < 16 ? 0 : 1)
     topk_softmax_by_rounds(const __grid_constant__ TopkSoftmaxArgs args) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  grid_dependency_wait();
   if (args.early_launch) grid_dependency_launch();
+  grid_dependency_wait();
   if (row < args.rows) finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(args, row);
 }
 
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kTopkSoftmaxThreads)
   const int lane = threadIdx.x % kLanes;
   const int64_t row =
       static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
-  grid_dependency_wait();
   if (args.early_launch) grid_dependency_launch();
+  grid_dependency_wait();
 
   const RowOfScores data = row_of(args, row);
   LaneScores<Keys, kLanes, kVectors, kWords> scores;
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kTopkSoftmaxThreads)
   const int lane = threadIdx.x % kLanes;
   const int64_t row =
       static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
-  grid_dependency_wait();
   if (args.early_launch) grid_dependency_launch();
+  grid_dependency_wait();
 
   const RowOfScores data = row_of(args, row);
   LaneScores<Keys, kLanes, kVectors, kWords> scores;

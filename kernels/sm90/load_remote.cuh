@@ -33,6 +33,18 @@ __device__ __forceinline__ float load_remote(const float* address, uint32_t rank
   return value;
 }
 
+// Four adjacent numbers; `address` is aligned to 16 bytes.
+__device__ __forceinline__ float4 load_remote(const float4* address, uint32_t rank) {
+  float4 v;
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5;"
+      " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(shared_address(address)), "r"(rank)
+      : "memory");
+  return v;
+}
+
 }  // namespace tiercel
 
 #endif  // KERNELS_SM90_LOAD_REMOTE_CUH_

@@ -29,6 +29,15 @@ def test_out_of_bounds_names_everything(tmp_path):
     assert ".ptx:" in text and "st.global.u32 [%rd9+4], %r1" in text
 
 
+def test_every_block_of_a_dependent_grid_waits(tmp_path):
+    body = "mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 1; @%p1 ret; griddepcontrol.wait;"
+    launch = kernel(tmp_path, body)
+    launch(zeros(1), grid=2)
+    launch(zeros(1), grid=1, dependent=True)
+    text = fails(launch, zeros(1), grid=2, dependent=True, match="without griddepcontrol.wait")
+    assert "block (1, 0, 0)" in text
+
+
 def test_misaligned(tmp_path):
     launch = kernel(tmp_path, f"{THREAD} ld.global.v2.u32 {{%r2, %r3}}, [%rd9];")
     assert "thread (1, 0, 0)" in fails(launch, zeros(40), match="misaligned read of 8 bytes")

@@ -66,10 +66,12 @@ def kernel(folder, body, registers="", parameters=1, directives=""):
     handle = ctypes.c_void_p()
     _check(driver.cuLibraryGetKernel(ctypes.byref(handle), None, name.encode()))
 
-    def launch(*tensors, grid=1, block=32, shared=0, cluster=1):
-        attribute = _Attribute(id=4, cluster=(cluster, 1, 1))
+    def launch(*tensors, grid=1, block=32, shared=0, cluster=1, dependent=False):
+        attributes = (_Attribute * 2)()
+        attributes[0] = _Attribute(id=4, cluster=(cluster, 1, 1))
+        attributes[1] = _Attribute(id=6, cluster=(1, 0, 0))  # a flag where a cluster has its x
         config = _Config((grid, 1, 1), (block, 1, 1), shared)
-        config.attributes, config.count = ctypes.pointer(attribute), 1
+        config.attributes, config.count = attributes, 1 + dependent
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
         arguments = (ctypes.c_void_p * len(pointers))(
             *(ctypes.addressof(pointer) for pointer in pointers)

@@ -111,6 +111,9 @@ CUresult launch(const CUlaunchConfig& config, const KernelHandle& handle, void**
     if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
       made.cooperative = config.attrs[i].value.cooperative != 0;
     }
+    if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      made.dependent = config.attrs[i].value.programmaticStreamSerializationAllowed != 0;
+    }
     if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
     const auto& dim = config.attrs[i].value.clusterDim;
     made.cluster = {dim.x, dim.y, dim.z};

@@ -241,6 +241,11 @@ class ClustersRun {
       if (warp->alive == 0) {
         cta.exited = std::all_of(cta.warps.begin(), cta.warps.end(),
                                  [](const Warp& one) { return one.alive == 0; });
+        // The next grid's wait ends with this grid, and must not end before the previous one.
+        if (cta.exited && launch_.dependent && !cta.waited) {
+          throw EmulatorError("kernel " + launch_.kernel->name + ", block " + text_of(cta.index) +
+                              ": a dependent grid's block ends without griddepcontrol.wait");
+        }
       }
     }
     if (launch_.instructions > launch_.options.max_instructions) {
@@ -336,6 +341,7 @@ void start_cluster(Launch& launch, uint64_t number, Cluster& cluster) {
     cta.cluster = &cluster;
     cta.rank = rank;
     cta.exited = false;
+    cta.waited = false;
     cta.free_registers = 0;
     cta.index = {first.x + rank % launch.cluster.x,
                  first.y + rank / launch.cluster.x % launch.cluster.y,

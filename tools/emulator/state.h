@@ -57,6 +57,7 @@ struct Launch {
   const Kernel* kernel = nullptr;
   Dim grid, block, cluster;
   bool cooperative = false;   // all blocks run at the same time
+  bool dependent = false;     // may begin before the grid before it has ended
   uint32_t shared_bytes = 0;  // static and dynamic
   uint32_t dynamic_shared = 0;
   std::vector<uint8_t> parameters;
@@ -132,6 +133,7 @@ struct Cta {
   uint32_t rank = 0;  // in the cluster
   Dim index;          // %ctaid
   bool exited = false;
+  bool waited = false;          // griddepcontrol.wait
   std::vector<uint8_t> shared;  // addresses begin at kSharedStart
   std::vector<Warp> warps;
   CtaBarrier barriers[16];

@@ -9,6 +9,7 @@
 #include "kernels/attention/decode/kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
@@ -416,6 +417,7 @@ Status DecodeLaunch::run(float* workspace, void* stream) {
   config.dynamic_smem = choice_.kernel->shared;
   config.cluster.x = static_cast<unsigned>(std::max(choice_.split.cluster, 1));
   config.dependent = true;
+  args_.early_launch = launches_early(config.grid.x);
   void* pointers[] = {&args_};
   TIERCEL_RETURN_IF_ERROR(choice_.kernel->kernel.launch(config, device_, stream, pointers));
   if (choice_.combined == 0) return Status();

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "kernels/attention/decode/parts.cuh"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 
 namespace tiercel {
 namespace {
@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   __shared__ float2 sums[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = blockIdx.y, d = blockIdx.z * 128 + 4 * lane;
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
   const int4 tile = args.tiles[blockIdx.x];
   const int parts = tile.w, key_head = tile.y / args.row_blocks;
   const int r = tile.y % args.row_blocks * tile_rows + row;

@@ -32,7 +32,7 @@
 #include "kernels/attention/decode/parts.cuh"
 #include "kernels/attention/decode/warp.cuh"
 #include "kernels/sm90/cluster.cuh"
-#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/early_launch.h"
 
 namespace tiercel {
 
@@ -445,8 +445,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   DecodeShared<Shape>& shared = *reinterpret_cast<DecodeShared<Shape>*>(dynamic_shared);
   ShareCursor& cursor = shared.cursor;
-  grid_dependency_wait();
-  grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
 
   bool others = args.starts != nullptr;  // to be cleared
   const uint32_t blocks = Shape::kSpread ? 1 : cluster_blocks();

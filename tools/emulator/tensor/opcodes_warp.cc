@@ -35,9 +35,15 @@ void decode_elect(Decode& d, Instruction& out) {
 const Opcode elect_opcode("elect", decode_elect);
 
 // A grid begins when the one before it has ended: nothing to wait for.
+Step run_grid_wait(Warp& warp, const Instruction&, Mask) {
+  warp.cta->waited = true;
+  return Step::kNext;
+}
+
 void decode_griddepcontrol(Decode& d, Instruction& out) {
-  if (d.take_one_of({"wait", "launch_dependents"}).empty()) d.fail("an operation is missing");
-  out.run = run_nothing;
+  const std::string operation = d.take_one_of({"wait", "launch_dependents"});
+  if (operation.empty()) d.fail("an operation is missing");
+  out.run = operation == "wait" ? run_grid_wait : run_nothing;
 }
 const Opcode griddepcontrol_opcode("griddepcontrol", decode_griddepcontrol);
 
