@@ -14,7 +14,7 @@ to be in flight for longer, and each step's fence waits for such loads.
 
 import cutlass
 import cutlass.cute as cute
-from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, fixed, start_products
+from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, start_products
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from gemm_parts_cute import next_stage, release
@@ -58,31 +58,25 @@ def copy_step_scales(v, p, storage, index, thread, of_row, of_half):
 @cute.jit
 def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales=None, half=None):
     """A tile's steps, at least one; returns the stage after them. `row`: this lane's first. `half`:
-    the one half of the weights that this warpgroup multiplies, if not both. A step asks for the
-    next one's data while its last products are computed, and reads the next one's scales while
-    those are scaled: between two products there are the first one's scaling and little else."""
+    the one half of the weights that this warpgroup multiplies, if not both. A step waits for the
+    next one's data, and reads its scales, while its own products are computed."""
     accs, sums, rx, rw = fragments
     storage, full, empty = ring
     index, phase = stage
-    # The wide tile of moe_up has no registers for products that begin in the step before theirs.
-    ahead = const_expr(row_scales is None or not (v.up and v.halves_in_turn))
-    if const_expr(ahead):
-        row = fixed(row)
-    _wait(v, full, index, phase, False)
-    read = _step_scales(v, storage, index, row)
-    if const_expr(ahead):
-        _start(v, mmas, fragments, index, half)
+    _wait(v, full, index, phase)
+    upper, lower, first, second = _step_scales(v, storage, index, row)
     for step in cutlass.range(steps, unroll=1):
-        if const_expr(not ahead):
-            _start(v, mmas, fragments, index, half)
-        upper, lower, first, second = read
+        at = 2 * index if const_expr(half is None) else 2 * index + half
+        start_products(mmas, accs[0], rx, rw, index, at)
+        if const_expr(half is None and not v.halves_in_turn):
+            start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
+        if const_expr(row_scales is not None and v.halves_in_turn and not v.up):
+            if step == steps // 2:  # the loads issued before the first step have arrived by now
+                _settle(row_scales)
         by_first = (upper * first, lower * first)
         by_second = (upper * second, lower * second)
         if const_expr(not v.scale_a_half):
             by_second = by_first
-        if const_expr(row_scales is not None and v.halves_in_turn and not v.up):
-            if step == steps // 2:  # the loads issued before the first step have arrived by now
-                _settle(row_scales)
         if const_expr(half is None):
             warpgroup.wait_group(0 if const_expr(v.halves_in_turn) else 1)
             add_scaled(sums, 0, accs[0], by_first)
@@ -90,35 +84,14 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales=None,
             start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
         now = index
         index, phase = next_stage(v.stages, index, phase)
-        more = step + 1 < steps
-        if const_expr(ahead):
-            there = cute.arch.mbarrier_try_wait(full + index, phase)
-            warpgroup.wait_group(0)
-            cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
-            release(empty, now)
-            if more:
-                _wait(v, full, index, phase, there)
-            # After the last step these are another tile's, or none, and not used.
-            read = _step_scales(v, storage, index, row)
-        else:
-            if more:
-                _wait(v, full, index, phase, False)
-                read = _step_scales(v, storage, index, row)
-            warpgroup.wait_group(0)
-            release(empty, now)
+        if step + 1 < steps:
+            _wait(v, full, index, phase)
+            upper, lower, first, second = _step_scales(v, storage, index, row)
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
+        release(empty, now)
         add_scaled(sums, cute.size(sums) - cute.size(accs[1]), accs[1], by_second)
-        if const_expr(ahead):
-            if more:
-                _start(v, mmas, fragments, index, half)
     return index, phase
-
-
-def _start(v, mmas, fragments, index, half):
-    """Begins a step's products, or the first half of them where halves are in turn."""
-    accs, _, rx, rw = fragments
-    start_products(mmas, accs[0], rx, rw, index, 2 * index + (0 if half is None else half))
-    if half is None and not v.halves_in_turn:
-        start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
 
 
 def _settle(row_scales):
@@ -128,9 +101,8 @@ def _settle(row_scales):
 
 
 @cute.jit
-def _wait(v, full, index, phase, there):
-    if not there:
-        cute.arch.mbarrier_wait(full + index, phase)
+def _wait(v, full, index, phase):
+    cute.arch.mbarrier_wait(full + index, phase)
     if const_expr(not v.by_boxes):  # threads wrote to the stage, too
         cute.arch.fence_proxy("async.shared", space="cta")
 
