@@ -13,6 +13,7 @@ PTX = """.version 9.0
 .address_size 64
 .visible .entry add(.param .u64 out, .param .u64 in, .param .u32 number) {
 .reg .b32 %r<4>; .reg .b64 %rd<6>;
+griddepcontrol.wait;
 ld.param.u64 %rd0, [out]; ld.param.u64 %rd1, [in]; ld.param.u32 %r0, [number];
 mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4;
 add.s64 %rd3, %rd0, %rd2; add.s64 %rd4, %rd1, %rd2;

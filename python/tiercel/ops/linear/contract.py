@@ -237,9 +237,13 @@ FP8_LINEAR_WEIGHT_GRAD = Contract.of(
 )
 
 
+_WIDE = "float32 weight, "
+
+
 def _make_training(case: Case, device: str, seed: int) -> dict[str, Any]:
-    made: dict[str, Any] = _maker(1)(replace(case, dtype="bfloat16"), device, seed)
-    if case.dtype == "float32":
+    values = case.values.removeprefix(_WIDE)
+    made: dict[str, Any] = _maker(1)(replace(case, values=values), device, seed)
+    if values != case.values:
         made["weight"] = made["weight"].float()
     return made
 
@@ -248,8 +252,8 @@ def _training_sums(arguments: dict[str, Any]) -> Any:
     return arguments["x"].float().abs() @ arguments["weight"].float().abs().T
 
 
-def _training_case(rows: int, n: int, k: int, dtype: str, values: str = "bias") -> Case:
-    return Case({"M": rows, "N": n, "K": k}, dtype, {}, values)
+def _training_case(rows: int, n: int, k: int, values: str = "bias") -> Case:
+    return Case({"M": rows, "N": n, "K": k}, "bfloat16", {}, values)
 
 
 FP8_LINEAR_TRAINING = Contract.of(
@@ -257,15 +261,15 @@ FP8_LINEAR_TRAINING = Contract.of(
     spec.FP8_LINEAR_TRAINING.without("weight_grad"),
     sums=_training_sums,
     cases=(
-        _training_case(16, 64, 64, "bfloat16"),
-        _training_case(130, 208, 400, "float32"),
-        _training_case(65, 128, 128, "bfloat16", "no bias"),
-        _training_case(65, 128, 128, "float32", "strided"),
-        _training_case(0, 64, 64, "bfloat16"),
+        _training_case(16, 64, 64),
+        _training_case(130, 208, 400, _WIDE + "bias"),
+        _training_case(65, 128, 128, "no bias"),
+        _training_case(65, 128, 128, _WIDE + "strided"),
+        _training_case(0, 64, 64),
     ),
     timing={
-        "cpu": _training_case(64, 256, 256, "bfloat16"),
-        "cuda": _training_case(4096, 4096, 1024, "bfloat16"),
+        "cpu": _training_case(64, 256, 256),
+        "cuda": _training_case(4096, 4096, 1024),
     },
     make=_make_training,
 )
