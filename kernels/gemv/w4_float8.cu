@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   __syncthreads();
   grid_dependency_launch();
 
-  // As in w4_tiles.cu: alone on a multiprocessor, the loader's warpgroup gives registers away.
+  // Alone on a multiprocessor, the loader's warpgroup gives registers away, as in w4_tiles.cu.
   if (warp >= kW4Consumers / 32) {
     if (kTogether == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == kW4Consumers / 32 && lane == 0) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   for (float& sum : sums[0]) sum = 0.0f;
   const uint32_t base = shared_address(shared);
   const uint32_t small_tables = shared_address(tables);
-  // Where this thread's first word of each chunk lies; chunks of 16 bytes are swizzled by rows.
+  // Offset of this thread's first word of each chunk; chunks of 16 bytes are swizzled by rows.
   uint32_t places[kChunks];
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   }
   const uint32_t picks = kept<kHold>(lane % 2 == 0 ? 0x5410 : 0x7632);
   Scales bits[2];  // of the next step
-  // Of the step that is decoded. e2m1's: four distances from the row's largest exponent. Whole
+  // Scales of the step that is decoded. e2m1: four distances from the row's largest exponent. Whole
   // numbers': in each word a scale and above it a zero point.
   uint32_t step_bits[2][kFloats ? 1 : Scales::kParts];
   const auto load_bits = [&](int step) {

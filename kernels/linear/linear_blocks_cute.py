@@ -198,7 +198,7 @@ def _read_scales(kernel, scales, index, row):
 
 
 def _factors(read_scales):
-    """Of this lane's upper and lower row of sums, by the tile's first scale of w and its last."""
+    """Scales of this lane's upper and lower row, by the tile's first scale of w and its last."""
     upper, lower, next_upper, next_lower, first, last = read_scales
     return upper * first, lower * first, next_upper * last, next_lower * last
 

@@ -49,7 +49,8 @@ Status check_block_scale(const Argument& argument, int64_t rows, int64_t columns
   for (int dim : {0, 1}) {
     const int64_t stride = argument.view.strides[dim];
     if (argument.view.shape[dim] > 1 && (stride < 0 || stride > INT32_MAX)) {
-      return Status::Unimplemented(mismatch(argument, "have smaller strides", "larger ones"));
+      return Status::Unimplemented(
+          mismatch(argument, "have strides from 0 to 2^31 - 1", std::to_string(stride)));
     }
   }
   return Status();

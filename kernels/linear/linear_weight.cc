@@ -43,8 +43,12 @@ Status check(const LinearWeightCall& call) {
   TIERCEL_RETURN_IF_ERROR(
       check_block_scale({kOp, "x_scale", *call.x_scale}, across, k, "[P / 128, K]", grad));
   if (n == 0 || k == 0 || tokens == 0) return Status();
-  if (k % 8 != 0 || n > INT32_MAX || k > INT32_MAX) {
-    return Status::Unimplemented(mismatch(x, "have a multiple of 8 rows K", std::to_string(k)));
+  if (k % 8 != 0 || k > INT32_MAX) {
+    const char* expected = "have a multiple of 8 rows K, fewer than 2^31";
+    return Status::Unimplemented(mismatch(x, expected, std::to_string(k)));
+  }
+  if (n > INT32_MAX) {
+    return Status::Unimplemented(mismatch(grad, "have fewer than 2^31 rows N", std::to_string(n)));
   }
   TIERCEL_RETURN_IF_ERROR(check_multiple(grad, tokens, "P", DType::kFloat8E4M3));
   if (reinterpret_cast<uintptr_t>(call.out->data) % 16 != 0) {
@@ -63,6 +67,7 @@ Choice choose(const LinearWeightCall& call, int multiprocessors) {
   for (const LinearWeightKernel& kernel : KernelTable(linear_weight_kernels)) {
     const LinearWeightVariant& v = kernel.variant;
     const int64_t clusters = multiprocessors / v.cluster;
+    if (clusters == 0) continue;
     const int64_t tiles =
         ceil_div(n, int64_t{v.tile_m} * v.cluster) * ceil_div(k, int64_t{v.tile_n});
     const double time = static_cast<double>(ceil_div(tiles, clusters) * v.tile_n) *

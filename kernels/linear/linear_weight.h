@@ -23,7 +23,7 @@ struct LinearWeightCall {
   bool add = false;
 };
 
-// What a call would launch.
+// The launch that a call would make.
 struct LinearWeightPlan {
   const char* kernel;  // "none" for an empty result, or no tokens
   int tile_m;
@@ -40,7 +40,7 @@ struct LinearWeightPlan {
 Status linear_weight_plan(const LinearWeightCall& call, int multiprocessors,
                           LinearWeightPlan* plan);
 
-// The same for the tensors' device, then the launch on `stream` (a CUstream).
+// Plans for the tensors' device, then launches on `stream` (a CUstream).
 Status linear_weight(const LinearWeightCall& call, void* stream);
 
 }  // namespace tiercel

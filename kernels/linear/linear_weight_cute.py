@@ -80,7 +80,7 @@ class LinearWeight:
         return Storage
 
     def smem_bytes(self):
-        """What the storage takes, as the launch asks for it."""
+        """Bytes of shared memory, as the launch asks for them."""
         stage = (self.tile_m + self.tile_n) * ROW + self.scales * 4 + 16
         return round_up(self.stages * stage)
 

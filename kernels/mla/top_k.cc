@@ -52,8 +52,8 @@ int blocks_of(int64_t rows, int64_t columns, int64_t enough, int64_t most, int64
 // Elements of a block.
 int64_t part_of(int64_t columns, int blocks) { return ceil_div(columns, 4 * blocks) * 4; }
 
-// What a sample's bound lets pass should take up little of a row and of the lists, even if all of
-// it lies in one part (sampled_bound in top_k_sampled.cu).
+// Elements that pass a sample's bound should take up little of a row and of the lists, even if all
+// of them lie in one part (sampled_bound in top_k_sampled.cu).
 bool can_sample(int64_t columns, int64_t k) {
   const double due = static_cast<double>(k) / kTopKSampling;
   const double passing = kTopKSampling * (due + 8 * std::sqrt(due) + 8);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of top_k_indices share: keys, and the rounds that find the k-th largest.
+// Shared by the kernels of top_k_indices: keys, and the rounds that find the k-th largest.
 #ifndef KERNELS_MLA_TOP_K_CUH_
 #define KERNELS_MLA_TOP_K_CUH_
 
@@ -218,7 +218,7 @@ __device__ __forceinline__ TopKth find_kth(TopKState& shared, int turn, uint32_t
   return kth;
 }
 
-// What lies above the k-th largest and equals it: in the blocks before, and in all.
+// Counts of elements above the k-th largest and equal to it: in the blocks before, and in all.
 struct TopKTotals {
   uint32_t above, equal;
   uint32_t all_above, all_equal;

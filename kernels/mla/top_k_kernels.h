@@ -17,7 +17,7 @@ inline constexpr int kTopKMostBlocks = 8;      // of a row
 inline constexpr int kTopKLeastPart = 4096;    // elements of a block, where there are several
 inline constexpr uint32_t kTopKShared = kTopKStateBytes + kTopKKept * 4;
 
-// Of the kernel that samples rows: two thirds of a multiprocessor's memory are left to others.
+// For the kernel that samples rows: two thirds of a multiprocessor's memory are left to others.
 inline constexpr int kTopKSampling = 8;         // one element of so many
 inline constexpr int kTopKSampledShare = 16;    // at most one of so many is chosen
 inline constexpr int kTopKSampledPart = 65536;  // most elements of a block

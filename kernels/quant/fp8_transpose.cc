@@ -45,7 +45,9 @@ Status check(const Fp8TransposeCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_shape(scale, {row_tiles, column_tiles}, "[T / 128, K / 128]"));
     TIERCEL_RETURN_IF_ERROR(check_shape(scale_t, {column_tiles, row_tiles}, "[K / 128, T / 128]"));
   } else {
-    return Status::InvalidArgument(std::string(kOp) + ": scales are of 1x128 or 128x128 values");
+    return Status::InvalidArgument(std::string(kOp) +
+                                   ": `granularity` must be 1x128 or 128x128, got number " +
+                                   std::to_string(static_cast<int>(call.granularity)));
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(x));
   for (const Argument& result : {q, scale, q_t, scale_t}) {
@@ -53,9 +55,8 @@ Status check(const Fp8TransposeCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_cuda(result));
   }
   if (columns % 8 != 0) {
-    return Status::Unimplemented(std::string(kOp) +
-                                 ": rows must hold a multiple of 8 values, got " +
-                                 std::to_string(columns));
+    return Status::Unimplemented(
+        mismatch(x, "have a multiple of 8 columns", std::to_string(columns)));
   }
   TIERCEL_RETURN_IF_ERROR(check_rows_of_vectors(x));
   TIERCEL_RETURN_IF_ERROR(check_aligned(q, 8));

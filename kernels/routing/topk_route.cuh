@@ -199,7 +199,7 @@ __device__ __forceinline__ int select_exactly(uint32_t (&ordered)[kPerLane], int
   return chosen;
 }
 
-// The same with keys that each lane sorts first, so that a round is a maximum over the warp and
+// Rounds over keys that each lane sorts first, so that a round is a maximum over the warp and
 // the owner's step to its next key. The slot's complement replaces the lowest bits of a key: where
 // these could matter, because keys agree in all others, `known` is false. 16-bit scores as such
 // leave room for the whole place, and are always known.

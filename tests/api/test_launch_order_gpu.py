@@ -61,7 +61,7 @@ class Chain:
 
         stream = x
         for _ in range(3):
-            # What the norm reads is what the product behind it adds.
+            # The norm reads the tensor that the product behind it adds.
             stream = product(product(stream, self.slow[0]), self.slow[1])
             hidden = after(tiercel.rms_norm(stream, self.norm))
             stream = product(hidden, self.out, residual=stream)

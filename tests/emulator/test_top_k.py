@@ -85,7 +85,7 @@ def test_any_order_of_warps(seed):
     check(draw(1, 20_000).mul(8).round(), 900, lazy=True, seed=seed)
 
 
-# Of these lengths few enough elements are chosen that rows are sampled.
+# Lengths of which few enough elements are chosen that rows are sampled.
 @pytest.mark.parametrize("multiprocessors", [1, 4, 132])
 @pytest.mark.parametrize("k", [1, 100, 2048])
 def test_long_rows(k, multiprocessors):

@@ -66,7 +66,7 @@ def test_every_kernel(layout, tiles):
 
 @pytest.mark.parametrize("layout", ["mxfp4", "int4-128-zero"])
 def test_short_adder(layout):
-    """As the GPU adds: 13 bits behind the largest product."""
+    """Adds as the GPU does: 13 bits behind the largest product."""
     with options(short_fp8_adder=True):
         check(40, 136, 1024, layout, lost=1.13 * 2.0**-11)
 

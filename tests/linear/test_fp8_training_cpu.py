@@ -251,3 +251,14 @@ def test_errors_of_the_layer():
         TypeError, match="fp8_linear_training: `weight_grad` must have dtype float32"
     ):
         tiercel.fp8_linear_training(x, weight, weight_grad=torch.zeros(N, K).bfloat16())
+
+
+def test_a_frozen_weight_keeps_no_input():
+    x, weight, bias, grad = layer()
+    weight.requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = tiercel.fp8_linear_training(x, weight, bias)
+    assert kept == [weight.shape]
+    y.backward(grad)
+    assert x.grad is not None and weight.grad is None

@@ -31,7 +31,7 @@ def operands(n, k, tokens):
 
 
 def assert_near(out, grad, x, before=0.0):
-    # As for fp8_linear: half a unit, and what the adders drop of 128 products.
+    # Half a unit, and what the adders drop of 128 products, as for fp8_linear.
     truth = grad @ x.T + before
     unit = 2**-8 if out.dtype == torch.bfloat16 else 2**-22
     allowed = unit * truth.abs() + 2**-12 * (grad.abs() @ x.abs().T)

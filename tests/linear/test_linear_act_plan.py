@@ -333,5 +333,5 @@ def test_wrong_scales_of_blocks(make):
             blocks(make, 4, 136, 272, **changes)
     assert blocks(make, 4, 136, 272, x_scale=make(4, 3, strides=(1, 4)))["grid"] >= 1
     far = make(4, 3, strides=(1, 2**31))
-    with pytest.raises(NotImplementedError, match="`x_scale` must have smaller strides"):
+    with pytest.raises(NotImplementedError, match="`x_scale` must have strides from 0"):
         blocks(make, 4, 136, 272, x_scale=far)

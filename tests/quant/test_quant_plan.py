@@ -250,12 +250,12 @@ def test_what_cannot_be_turned(make, changes, error, text):
 
 
 def test_limits_of_turning(make):
-    with pytest.raises(NotImplementedError, match="a multiple of 8 values, got 260"):
+    with pytest.raises(NotImplementedError, match="`x` must have a multiple of 8 columns, got 260"):
         turned(make, 130, 260)
     with pytest.raises(NotImplementedError, match="too many values for one launch"):
         turned(make, 2**31, 2**17)
     with pytest.raises(NotImplementedError, match="rows of neighbouring values"):
         turned(make, strides=(1, 130))
     for granularity in (TENSOR, ROW):
-        with pytest.raises(ValueError, match="scales are of 1x128 or 128x128 values"):
+        with pytest.raises(ValueError, match="`granularity` must be 1x128 or 128x128"):
             turned(make, granularity=granularity)

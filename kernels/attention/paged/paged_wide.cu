@@ -83,7 +83,7 @@ __device__ __forceinline__ int row_of(const PagedWideArgs& args, const char* tab
 // same.
 struct Tiles {
   int turn = 0, parts;
-  // Of the present tile.
+  // State of the present tile.
   int entry;        // the sequence
   int kv_head;      //
   int part;         // of the keys
@@ -95,7 +95,7 @@ struct Tiles {
 
   __device__ __forceinline__ explicit Tiles(const PagedWideArgs& args) : parts(args.parts) {
     if (args.part_keys == 0) return;
-    // As many as the longest sequence needs.
+    // The longest sequence sets the number.
     int longest = 0;
     for (int at = threadIdx.x % 32; at < args.batch; at += 32) {
       longest = max(longest, length_at(args, at));

@@ -63,8 +63,8 @@ def _reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
 
 
 def _check_sums(inputs: Inputs, expected: tuple[Any, ...], outputs: Any, launch: Launch) -> Error:
-    """What tensor cores drop of products of float8 is below a bfloat16's rounding: float32 results
-    are held to that too."""
+    """Tensor cores drop less of float8 products than a bfloat16's rounding: float32 results are
+    held to that too."""
     return _check(inputs, expected, tuple(result.bfloat16() for result in outputs), launch)
 
 

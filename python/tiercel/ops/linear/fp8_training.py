@@ -152,7 +152,7 @@ def _rows(x: Tensor, backend: str) -> Tensor:
     if backend != "sm90":
         return x
     fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _product(backend: str, call: Call, x8: Tensor, scale: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _plan(call: Call) -> dict[str, Any]:
 
 
 def _save(ctx: Any, call: Call, results: Any) -> None:
-    kept = call.x, None, None
+    kept = (call.x if ctx.wants["weight"] else None), None, None
     if isinstance(results, tuple):
         kept = None, *results[1:]
         ctx.mark_non_differentiable(*results[1:])
@@ -291,7 +291,8 @@ def fp8_linear_training(
         bias: ``[N]``, bfloat16, or None.
         weight_grad: ``[N, K]`` float32, contiguous, that the backward adds the weight's gradient
             to, in the kernel that computes it: ``weight.grad``, say. The weight gets no other
-            gradient then. In compiled graphs a backward has to run before the next forward. None:
+            gradient then, its hooks see none, and each backward through the layer adds, also one
+            for other inputs (``torch.autograd.grad``). In compiled graphs a backward has to run before the next forward. None:
             autograd has the gradient as usual.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 

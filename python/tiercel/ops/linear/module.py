@@ -49,12 +49,17 @@ class Float8Linear(torch.nn.Linear):
     """:class:`torch.nn.Linear` with float8 products in forward and backward, as
     :func:`tiercel.fp8_linear_training` computes them.
 
-    Its parameters have torch.nn.Linear's names, so that checkpoints fit. With ``add_to_grad`` the
-    backward adds to ``weight.grad`` where that is a float32 tensor: it has to be the same one
-    between a forward and its backward.
+    Its parameters have torch.nn.Linear's names, so that checkpoints fit; the weight is bfloat16 or
+    float32. The precompiled kernels take sizes that are multiples of 16.
+
+    Args:
+        in_features, out_features, bias, device, dtype: As of torch.nn.Linear.
+        add_to_grad: The backward adds to ``weight.grad`` where that is a float32 tensor: it has to
+            be the same one between a forward and its backward.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies.
 
     Shape:
-        - Input: ``(*, in_features)``.
+        - Input: ``(*, in_features)``, bfloat16 (under torch.autocast also others).
         - Output: ``(*, out_features)``, bfloat16.
     """
 

@@ -154,8 +154,8 @@ _OF_TOKENS = (
 )
 _OF_SCALES = {"B": lambda call: _across(call.grad.shape[1]) if call.grad.dim() == 2 else None}
 
-# As fp8_linear: products of 128 tokens are sums of tensor cores with 13 bits behind the point, and
-# are added in float32; a bfloat16 result is rounded once.
+# Products of 128 tokens are sums of tensor cores, as fp8_linear's, with 13 bits behind the point.
+# They are added in float32; a bfloat16 result is rounded once.
 FP8_LINEAR_WEIGHT_GRAD = Spec(
     "fp8_linear_weight_grad",
     *_OF_TOKENS,

@@ -53,7 +53,7 @@ FP8_QUANTIZE_STATIC = Spec(
     public="fp8_quantize",
 )
 
-# What shares a scale in both directions.
+# Granularities whose tiles have scales in both directions.
 TURNED_GRANULARITIES = ("1x128", "128x128")
 
 

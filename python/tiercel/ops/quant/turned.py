@@ -14,7 +14,7 @@ from tiercel.ops.quant import spec
 
 __all__ = ["fp8_quantize_transpose"]
 
-# As Fp8Granularity counts.
+# Numbers of Fp8Granularity.
 _NUMBER = {name: list(spec.TILES).index(name) for name in spec.TURNED_GRANULARITIES}
 
 
@@ -22,8 +22,8 @@ def _fake(call: Call) -> tuple[Tensor, ...]:
     made = _OP.spec.empty(call)
     if not torch.compiler.is_exporting():
         return made
-    # As fp8_quantize: torch would ask whether a rounded quotient is 1. Such a size becomes a symbol
-    # of its own.
+    # torch would ask whether a rounded quotient is 1 (see fp8_quantize). Such a size becomes a
+    # symbol of its own.
     down, across = spec.TILES[call.granularity]
     of_one = ((1, 1), (down, across), (1, 128), (128, down))
 
