@@ -292,8 +292,8 @@ def fp8_linear_training(
         weight_grad: ``[N, K]`` float32, contiguous, that the backward adds the weight's gradient
             to, in the kernel that computes it: ``weight.grad``, say. The weight gets no other
             gradient then, its hooks see none, and each backward through the layer adds, also one
-            for other inputs (``torch.autograd.grad``). In compiled graphs a backward has to run before the next forward. None:
-            autograd has the gradient as usual.
+            for other inputs (``torch.autograd.grad``). In compiled graphs a backward has to run
+            before the next forward. None: autograd has the gradient as usual.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
