@@ -28,6 +28,7 @@ _FLOAT8 = {
     "fused_moe": ("w_up", "w_down"),
     "moe_up": ("x", "w_up"),
     "moe_down": ("x", "w_down"),
+    "w4_linear": ("x",),
 }
 
 

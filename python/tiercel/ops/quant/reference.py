@@ -65,8 +65,8 @@ def fp8_quantize_transpose(
         q_t = q.view(torch.uint8).t().clone(memory_format=torch.contiguous_format)
         scale_t = scale.t().clone(memory_format=torch.contiguous_format)
         return q[:rows], scale, q_t.view(q.dtype), scale_t
-    q_t, scale_t = fp8_quantize(padded.t(), granularity)
-    return q[:rows], scale[:rows], q_t, scale_t.t()
+    q_t, scale_t = fp8_quantize(padded.t().contiguous(), granularity)
+    return q[:rows], scale[:rows], q_t, scale_t.t().contiguous()
 
 
 def _quantized(values: Tensor, q: Tensor, scale: Tensor, granularity: str) -> None:
