@@ -9,9 +9,9 @@ come from the L2. The result is written once, 4 bytes an element, and is read be
 added to: [4096, 4096] are 134 MB, 31 us at 4.3 TB/s, of some 110 us for the products of 4096
 tokens.
 
-As linear_act_cute.py and linear_blocks_cute.py have it: one warp loads x and w into a ring of
-stages, another one the scales beside it; two warpgroups have 64 rows of a tile each. A tile of 256
-columns is multiplied in halves, and one half is scaled while the other warpgroup multiplies. A
+The plan is that of linear_act_cute.py and linear_blocks_cute.py: one warp loads x and w into a ring
+of stages, another one the scales beside it; two warpgroups have 64 rows of a tile each. A tile of
+256 columns is multiplied in halves, and one half is scaled while the other warpgroup multiplies. A
 product's factor is its row's scale, in a register, times its column's, read from shared memory.
 
 Sums go from registers to memory: four lanes write 32 bytes of a row. Where they are added to what
@@ -43,7 +43,7 @@ HALF = 128  # columns that are multiplied at a time
 LINE = 32  # floats of a line of the L2
 PREFETCHING = 8  # first steps of a tile in which its result's lines are prefetched
 
-# How the result is written, as WeightResult in linear_weight.h.
+# Values of WeightResult in linear_weight_kernels.h.
 _ADD, _BFLOAT16 = 1, 2
 
 

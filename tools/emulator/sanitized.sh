@@ -5,7 +5,7 @@
 set -euo pipefail
 
 libraries=""
-for path in "$TEST_SRCDIR"/*cxx_toolchain/root/*/lib/*/lib{asan.so.8,ubsan.so.1,stdc++.so.6}; do
+for path in "$TEST_SRCDIR"/*cxx_toolchain/*/*/lib/*/lib{asan.so.8,ubsan.so.1,stdc++.so.6}; do
   libraries+="${libraries:+ }$path" # libstdc++, so that exceptions are seen
 done
 # What they say goes to files first: pytest holds what a process that ends at once wrote to stderr.
