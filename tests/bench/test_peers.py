@@ -15,9 +15,12 @@ from tiercel.workbench.bench.launch import Unsupported
 from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, flashkda, vllm, vllm_triton
 
 PACKAGES = {
+    "causal-conv1d": ("causal_conv1d", "causal-conv1d"),
     "fa4": ("flash_attn", "flash-attn-4"),
+    "fla": ("fla", "fla-core"),
     "flashinfer": ("flashinfer", "flashinfer-python"),
     "flashinfer.cuda_cores": ("flashinfer", "flashinfer-python"),
+    "flashqla": ("flash_qla", "flash-qla"),
     "liger": ("liger_kernel", "liger-kernel"),
     "quack": ("quack", "quack-kernels"),
     "quack.tuned": ("quack", "quack-kernels"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule in flash-linear-attention; a step of it in PyTorch, eager and compiled."""
+"""gated_delta_rule in flash-linear-attention, FlashKDA and FlashQLA; a step of it in PyTorch."""
 
 from __future__ import annotations
 
@@ -60,18 +60,31 @@ def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
     return _launch(inputs, _last[case.key])
 
 
-def _fla(case: Any, inputs: dict[str, Any]) -> Launch:
-    """Its first call compiles and tunes."""
+def fla(case: Any) -> Any:
     if case["gate"] == "channel":
-        function = importlib.import_module("fla.ops.kda").chunk_kda
-    else:
-        function = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        return importlib.import_module("fla.ops.kda").chunk_kda
+    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
-    def run() -> tuple[Any]:
-        return (function(*inputs.values(), use_qk_l2norm_in_kernel=True)[0],)
 
-    run()
-    return Launch(run)
+def flashqla(case: Any) -> Any:
+    if case["gate"] == "channel":
+        raise Unsupported("it takes a gate per head")
+    return importlib.import_module("flash_qla").chunk_gated_delta_rule
+
+
+def _prompt(find: Any) -> Any:
+    """An adapter for a function that `find` returns; its first call compiles and tunes."""
+
+    def adapter(case: Any, inputs: dict[str, Any]) -> Launch:
+        function = find(case)
+
+        def run() -> tuple[Any]:
+            return (function(*inputs.values(), use_qk_l2norm_in_kernel=True)[0],)
+
+        run()
+        return Launch(run)
+
+    return adapter
 
 
 def _flashkda(case: Any, inputs: dict[str, Any]) -> Launch:
@@ -117,7 +130,8 @@ def _flashkda(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 ADAPTERS = {
-    "fla": {"gated_delta_rule": _fla},
+    "fla": {"gated_delta_rule": _prompt(fla)},
+    "flashqla": {"gated_delta_rule": _prompt(flashqla)},
     "flashkda": {"gated_delta_rule": _flashkda},
     "torch": {"gated_delta_rule_decode": _eager},
     "torch.compile": {"gated_delta_rule_decode": _compiled},
