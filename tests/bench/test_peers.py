@@ -161,7 +161,7 @@ def test_which_peers_are_meant():
     assert [p.name for p in peers.choose(found, "torch, quack")] == ["torch", "quack"]
     assert peers.choose(found, "none") == []
     assert {p.name for p in peers.choose(found, "all")} == set(found)
-    with pytest.raises(Exception, match="no peer 'apex'; there are cublaslt, "):
+    with pytest.raises(Exception, match="no peer 'apex'; there are causal-conv1d, cublaslt, "):
         peers.choose(found, "torch,apex")
     with pytest.raises(Missing):
         found["quack"].find()
