@@ -24,6 +24,7 @@ PACKAGES = {
     "liger": ("liger_kernel", "liger-kernel"),
     "quack": ("quack", "quack-kernels"),
     "quack.tuned": ("quack", "quack-kernels"),
+    "sonicmoe": ("sonicmoe", "sonic-moe"),
 }
 
 

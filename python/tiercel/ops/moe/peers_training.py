@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,4 +43,37 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(lambda: step(partial(by_groups, activation(case)), inputs))
 
 
-ADAPTERS = {"torch": {"fused_moe_with_gradient": _torch}}
+def by_sonicmoe(x: Any, w_up: Any, w_down: Any, weights: Any, ids: Any) -> Any:
+    """Its layer behind the router, of weights in the order of ours."""
+    import torch
+
+    sonic: Any = importlib.import_module("sonicmoe.functional")
+    silu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    (tokens, k), experts = ids.shape, len(w_up)
+    rows, scattered, gathered, counts = (
+        torch.empty(size, dtype=torch.int32, device=x.device)
+        for size in (tokens * k, tokens * k, tokens * k, experts)
+    )
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
+    sonic.TC_topk_router_metadata_triton(ids, experts, counts, offsets, rows, scattered, gathered)
+    places = (rows, scattered, gathered, None, False)
+    up, down = w_up.permute(1, 2, 0), w_down.permute(1, 2, 0)
+    inner, pre = sonic._UpProjection.apply(
+        x, up, None, offsets, tokens * k, k, *places, silu, False, True
+    )
+    return sonic._DownProjection.apply(
+        inner, pre, down, None, weights, offsets, tokens, k, *places, silu
+    )
+
+
+def _sonicmoe(case: Any, inputs: dict[str, Any]) -> Launch:
+    if case["act"] != "silu":
+        raise Unsupported("it is called with SwiGLU here")
+    step(by_sonicmoe, inputs)
+    return Launch(lambda: step(by_sonicmoe, inputs))
+
+
+ADAPTERS = {
+    "sonicmoe": {"fused_moe_with_gradient": _sonicmoe},
+    "torch": {"fused_moe_with_gradient": _torch},
+}
