@@ -2,13 +2,18 @@
 """`apply`: what it replaces, by what a module computes; what it leaves; and `undo`."""
 
 import copy
+import weakref
+from functools import partial
 
 import pytest
 import torch
 from support.tiny_models import MODELS, distance, make, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import tiercel
 import tiercel.integrations.transformers as door
+from tiercel.integrations.transformers import replace
 
 pytestmark = pytest.mark.torch
 
@@ -176,6 +181,62 @@ class StrangeTopKRouter(nn.Module):
 
 def shares(logits, experts):
     return logits.softmax(-1, dtype=torch.float).gather(1, experts)
+
+
+class TestActivationsOfTraining:
+    """What a gated MLP's activation makes is not kept for the backward."""
+
+    @pytest.fixture
+    def made(self, monkeypatch):
+        """Weak references to the activations that ours makes."""
+        made = []
+
+        def op(gate, up):
+            out = tiercel.silu_and_mul(gate, up)
+            made.append(weakref.ref(out))
+            return out
+
+        monkeypatch.setattr(replace, "_ACTIVATIONS", (("", nn.functional.silu, op, {}),))
+        return made
+
+    @staticmethod
+    def gradients(mlp, x, function=None):
+        x = x.clone().requires_grad_()
+        y = (function or mlp)(x)
+        return torch.autograd.grad(y.square().sum(), (x, *mlp.parameters()), create_graph=True)
+
+    def test_it_is_made_again(self, made):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        right = self.gradients(mlp, x)
+        door.apply(mlp)
+        y = mlp(x)
+        assert [made.pop()() for _ in range(len(made))] == [None]
+        y.sum().backward()
+        assert len(made) == 1
+        found = self.gradients(mlp, x)
+        torch.testing.assert_close(found, right)
+        second, due = (
+            torch.autograd.grad(sum(g.square().sum() for g in gradients), mlp.down_proj.weight)
+            for gradients in (found, right)
+        )
+        torch.testing.assert_close(second, due)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpointing_keeps_none_of_it(self, made, reentrant):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        right = self.gradients(mlp, x)
+        door.apply(mlp)
+        function = partial(checkpoint, mlp, use_reentrant=reentrant)
+        x = x.clone().requires_grad_()
+        function(x).square().sum().backward()
+        assert len(made) == (3 if reentrant else 2)  # the forward twice; without hooks, again
+        torch.testing.assert_close((x.grad, *(p.grad for p in mlp.parameters())), right)
+
+    def test_functorch(self, made):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        door.apply(mlp)
+        found = torch.func.grad(lambda x: mlp(x).square().sum())(x)
+        torch.testing.assert_close(found, self.gradients(mlp, x)[0])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ models of the same classes stay as they are.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -324,9 +325,45 @@ def _mlp_forward(op: Forward, more: dict[str, Any], joined: bool) -> Forward:
             gate, up = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
         if gate.dtype not in _FLOATS or (up is not None and up.dtype != gate.dtype):
             return type(self).forward(self, x)  # type: ignore[no-any-return]
-        return self.down_proj(op(gate, up, **more))  # type: ignore[no-any-return, operator]
+        product = op(gate, up, **more)
+        kept = [None if x is None else x.detach() for x in (gate, up)]
+        with _made_again(product, lambda: op(*kept, **more)):
+            return self.down_proj(product)  # type: ignore[no-any-return, operator]
 
     return forward
+
+
+def _made_again(x: Tensor, make: Callable[[], Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what keeps `x` for its backward makes it again there: an activation is the largest
+    tensor of a layer, and cheap.
+
+    Not in graphs, whose compiler decides itself, and not below activation checkpointing or other
+    such hooks, or functorch, which allows none.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if (
+        torch.compiler.is_compiling()
+        or not x.requires_grad
+        or type(x) is not Tensor
+        or hooks is None
+        or hooks(True) is not None
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return contextlib.nullcontext()
+    place, numel = x.data_ptr(), x.numel()
+
+    def pack(kept: Tensor) -> Any:
+        if kept.data_ptr() == place and kept.numel() == numel and kept.is_contiguous():
+            return kept.shape
+        return kept
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, torch.Size):
+            with torch.no_grad():
+                return make().view(kept)
+        return kept  # type: ignore[no-any-return]
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _not_alone(module: nn.Module) -> str | None:
