@@ -72,6 +72,32 @@ def test_a_padding_mask_with_holes_fails():
         compiled(tokens(), attention_mask=holes, use_cache=False)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_the_compiler_joins(gradients):
+    """Norms and activations of a graph are ours only where it has gradients."""
+    model = make("Llama")
+    door.apply(model)
+    called = set()
+
+    def backend(graph, inputs):
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.set_grad_enabled(gradients):
+        torch.compile(model, backend=backend)(tokens())
+    ours = {name for name in ("rms_norm", "silu_and_mul") if any(name in c for c in called)}
+    assert ours == ({"rms_norm", "silu_and_mul"} if gradients else set())
+    assert any("attention" in c and "tiercel" in c for c in called)
+
+
+def test_norms_of_the_batch_invariant_mode_are_ours():
+    model = make("Llama")
+    door.apply(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), tiercel.batch_invariant(), pytest.raises(RuntimeError, match="rms_norm"):
+        compiled(tokens())  # on a CPU, where the mode has no kernels
+
+
 def test_gradients():
     model = make("Llama")
     door.apply(model)
