@@ -57,12 +57,12 @@ def _flashinfer(case: Any, inputs: Inputs) -> Launch:
         x = logits.float()
         if case["filter"] == "both":
             return (sampling.top_k_top_p_sampling_from_logits(x, 50, 0.9),)
-        p = torch.softmax(x / options.get("temperature", 1.0), -1)
+        if case["filter"] == "plain":
+            return (sampling.sampling_from_logits(x / options["temperature"]),)
+        p = torch.softmax(x, -1)
         if case["filter"] == "top_k":
             return (sampling.top_k_sampling_from_probs(p, options["top_k"]),)
-        if case["filter"] == "top_p":
-            return (sampling.top_p_sampling_from_probs(p, options["top_p"]),)
-        return (sampling.sampling_from_probs(p),)
+        return (sampling.top_p_sampling_from_probs(p, options["top_p"]),)
 
     return Launch(run, slack=0.05)
 
