@@ -59,11 +59,6 @@ struct SlotRowsFinder {
   }
 };
 
-// This thread's arrival, when all copies that it has started are there.
-__device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Keys of 16 bits, row by row.
 __device__ __forceinline__ void load_sparse_keys(const MlaDecodeArgs& args, SparseShare share,
                                                  const Memory& memory, unsigned char* pointer) {

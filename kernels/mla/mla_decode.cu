@@ -35,31 +35,6 @@
 namespace tiercel {
 namespace {
 
-// Zeros in the values behind the sequence's end, which may be NaN in memory: their probabilities
-// are 0. By the threads of one warpgroup, in its half.
-__device__ __forceinline__ void clear_tail(uint32_t values, int first, int barrier) {
-  constexpr int kChunks = kHalfBlocks * 8;  // of 16 bytes, of a row
-  for (int at = threadIdx.x % 128; at < (kMlaStep - first) * kChunks; at += 128) {
-    const int row = first + at / kChunks, chunk = at % kChunks;
-    const uint32_t to = values + chunk / 8 * kMlaBlock + row * kMlaColumns + chunk % 8 * 16;
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-  }
-  proxy_fence();
-  named_sync<128>(barrier);
-}
-
-// Scores of keys that a row does not see become minus infinity.
-__device__ __forceinline__ void mask_scores(float (&s)[32], int first, int end, int other_end) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int key = first + 8 * j + i % 2;
-      if (key >= (i < 2 ? end : other_end)) s[4 * j + i] = -INFINITY;
-    }
-  }
-}
-
 // The first warpgroup: scores, probabilities, the first half of the values.
 template <typename Format, bool kBFloat16, MlaLayout kLayout>
 __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share share, int lane,

@@ -37,13 +37,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, uint32_t time
 }
 
 // Arrives at the barrier that block `rank` of the cluster has at the same address (from
-// shared_address()). It orders reads, also those of wgmma that has ended, before what that block then
-// does. It does not publish writes to the other block: a release of the cluster's scope is a fence of
-// the whole GPU, which takes as long as an access to memory.
+// shared_address()).
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
