@@ -106,9 +106,13 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
 }
 
 // Tells both blocks of a pair, if there is one: each loads into both.
-__device__ __forceinline__ void release(uint32_t barrier, bool pair) {
+__device__ __forceinline__ void release(uint32_t barrier, bool pair, bool fence = false) {
   __syncwarp();
   const uint32_t thread = threadIdx.x % 32;
+  if (fence) {
+    if (thread <= pair) mbarrier_arrive_remote(barrier, cluster_rank() ^ thread);
+    return;
+  }
   if (thread <= pair) arrive_at(barrier, cluster_rank() ^ thread);
 }
 

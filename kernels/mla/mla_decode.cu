@@ -46,8 +46,14 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
   float2* const factors = reinterpret_cast<float2*>(pointer + kMlaFactors) + thread;
   float o[128];
   Ring ring;
+  constexpr bool kNext = kLayout == MlaLayout::kSame;
+  if (kNext) start_queries(args, share.b, row_block, memory);
   do {
-    load_queries(args, share.b, row_block, memory);
+    if (kNext) {
+      wait_queries();
+    } else {
+      load_queries(args, share.b, row_block, memory);
+    }
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0.0f;
     RowState upper, lower;
@@ -71,11 +77,15 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
       *factors = factor;
       shares.write(fragments);
       named_arrive<kConsumers>(kProbabilities);
+      if (kNext && step + 1 == share.last && share.more()) {
+        start_queries(args, share.b + 1, row_block, memory);
+      }
       const uint32_t values = memory.keys(ring.stage());
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kFirstTail);
       scale_rows(o, factor);
       multiply_values<kBFloat16>(o, shares.words, values);
-      release(memory.empty(0, ring.stage()), kLayout == MlaLayout::kSame && args.pair);
+      release(memory.empty(0, ring.stage()), kLayout == MlaLayout::kSame && args.pair,
+              kLayout == MlaLayout::kSame && args.early & 32);
     }
     upper.sum = lanes_reduce<4>(upper.sum, Sum());
     lower.sum = lanes_reduce<4>(lower.sum, Sum());
@@ -116,8 +126,14 @@ __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share sh
   float o[128];
   Ring ring;
   named_arrive<kConsumers>(kTaken);
+  constexpr bool kNext = kLayout == MlaLayout::kSame;
+  if (kNext) start_queries(args, share.b, row_block, memory);
   do {
-    load_queries(args, share.b, row_block, memory);
+    if (kNext) {
+      wait_queries();
+    } else {
+      load_queries(args, share.b, row_block, memory);
+    }
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0.0f;
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
@@ -127,12 +143,16 @@ __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share sh
       Shares shares;
       shares.read(fragments);
       named_arrive<kConsumers>(kTaken);
+      if (kNext && step + 1 == share.last && share.more()) {
+        start_queries(args, share.b + 1, row_block, memory);
+      }
       mbarrier_wait(memory.full(1, stage), ring.parity());
       const uint32_t values = memory.keys(stage) + kHalfBlocks * kMlaBlock;
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kSecondTail);
       scale_rows(o, factor);
       multiply_values<kBFloat16>(o, shares.words, values);
-      release(memory.empty(1, stage), kLayout == MlaLayout::kSame && args.pair);
+      release(memory.empty(1, stage), kLayout == MlaLayout::kSame && args.pair,
+              kLayout == MlaLayout::kSame && args.early & 32);
     }
     named_sync<kConsumers>(kProbabilities);
     const float2 inverse = *factors;

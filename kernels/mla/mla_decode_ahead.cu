@@ -36,6 +36,23 @@
 namespace tiercel {
 namespace {
 
+// Measured: the clock at an event of a step.
+__device__ __forceinline__ uint32_t now() {
+  uint32_t clock;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock)::"memory");
+  return clock;
+}
+
+template <bool kTrace>
+__device__ __forceinline__ void note_time(const MlaDecodeArgs& args, int key, int event) {
+  if constexpr (kTrace) {
+    const int step = key / kMlaStep;
+    if (threadIdx.x % 128 == 0 && blockIdx.x / 2 == 20 && step < 64) {
+      args.trace[(blockIdx.x % 2 * 64 + step) * 8 + event] = now();
+    }
+  }
+}
+
 // Together they have the registers that the block was launched with.
 constexpr int kScoresRegisters = 184;
 constexpr int kValuesRegisters = 160;
@@ -88,17 +105,21 @@ __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address) {
 
 // Scores of a step, 64 x 64, along all columns. If the values of the step before, at `before`, wait
 // for their turn, tells them when most of these products are done.
-template <bool kBFloat16>
+template <bool kBFloat16, bool kTrace>
 __device__ __forceinline__ void multiply_keys_ahead(float (&s)[32],
                                                     const uint32_t (&q)[kHeldSteps][4],
                                                     const AheadMemory& memory,
                                                     const AheadRing& ring, int before,
-                                                    bool early) {
+                                                    bool early, bool free, uint32_t* begun) {
   const uint32_t tile = memory.tile(ring.stage);
+  if (free && before >= 0) release(memory.turn(before)), before = -1;
   wgmma_settle(s);
 #pragma unroll
   for (int part = 0; part < kAheadParts; ++part) {
     mbarrier_wait(memory.full(part, ring.stage), ring.parity);
+    if constexpr (kTrace) {
+      if (part == 0) *begun = now();
+    }
     wgmma_fence();
 #pragma unroll
     for (int at = 0; at < part_blocks(part); ++at) {
@@ -147,7 +168,7 @@ __device__ __forceinline__ void store_shares(const float (&s)[32], uint32_t to) 
 }
 
 // The first warpgroup: scores and probabilities. `b` is the lane's first sequence.
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, bool kTrace>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
@@ -167,10 +188,17 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         before = -1;
       }
       float s[32] = {};
-      multiply_keys_ahead<kBFloat16>(s, q, memory, ring, before, !(args.early & 1));
+      uint32_t begun = 0;
+      multiply_keys_ahead<kBFloat16, kTrace>(s, q, memory, ring, before, !(args.early & 1), args.early & 8, &begun);
       before = stage;
       const AheadNote note = *ahead_note(pointer, stage);
       flags = note.flags;
+      if constexpr (kTrace) {
+        note_time<kTrace>(args, note.key, 1);
+        if (threadIdx.x % 128 == 0 && blockIdx.x / 2 == 20 && note.key < 64 * 64) {
+          args.trace[(blockIdx.x % 2 * 64 + note.key / 64) * 8] = begun;
+        }
+      }
       const auto row_block_of = [&] {  // where it is needed: a division a step is long
         return static_cast<int>(opaque(blockIdx.x)) % args.row_blocks;
       };
@@ -215,6 +243,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       }
       proxy_fence();
       release(memory.ready(stage));
+      note_time<kTrace>(args, note.key, 2);
       if (flags & AheadNote::kEnds) {
         release(memory.turn(stage));
         const bool parts = flags & AheadNote::kShared;
@@ -244,7 +273,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
 // The second and the third warpgroup: probabilities times a half of the values. A warp of the second
 // loads the stages that both have freed. It looks for that while it waits for its turn, and finds
 // where the next keys are while products run.
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, bool kTrace>
 __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CUtensorMap* map,
                                              const CUtensorMap* halves, const AheadMemory& memory,
                                              unsigned char* pointer, int half) {
@@ -268,9 +297,12 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
     do {
       const uint32_t values = memory.tile(ring.stage) + half * kHalfBlocks * kMlaBlock;
       mbarrier_wait(memory.ready(ring.stage), ring.parity);
+      int at_key = 0;
       {
         const AheadNote note = *ahead_note(pointer, ring.stage);
         steps = {note.b, note.flags, !(note.flags & AheadNote::kBegins)};
+        at_key = note.key;
+        if (threadIdx.x < 256) note_time<kTrace>(args, at_key, 3);
         const int keys = note.length - note.key;
         if (keys < kMlaStep) clear_tail(values, keys, half == 0 ? kFirstTail : kSecondTail);
         if (!begins) {
@@ -298,6 +330,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       }
       __syncwarp();
       mbarrier_wait(memory.turn(ring.stage), ring.parity);
+      if (threadIdx.x < 256) note_time<kTrace>(args, at_key, 4);
       wgmma_settle(o);
       wgmma_fence();
 #pragma unroll
@@ -320,6 +353,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       __syncwarp();
       wgmma_wait<0>();
       wgmma_settle(o);
+      note_time<kTrace>(args, at_key, half == 0 ? 5 : 6);
       release(memory.empty(half, ring.stage), args.pair);
       ring.next();
     } while (!(steps.flags & AheadNote::kEnds));
@@ -331,7 +365,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   } while (!(steps.flags & AheadNote::kLast));
 }
 
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, bool kTrace>
 __global__ void __launch_bounds__(kMlaThreads, 1)
     mla_decode_ahead(const __grid_constant__ MlaDecodeArgs args,
                      const __grid_constant__ CUtensorMap map,
@@ -362,6 +396,14 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   grid_dependency_launch();
   const int lane = blockIdx.x / args.row_blocks, row_block = blockIdx.x % args.row_blocks;
   Share share{};
+  if constexpr (kTrace) {
+    if (threadIdx.x == 0) {
+      long long time, clock = clock64();
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+      args.trace[1024 + blockIdx.x * 4] = time;
+      args.trace[1024 + blockIdx.x * 4 + 1] = clock;
+    }
+  }
   if (group == 0) {
     set_registers<kScoresRegisters, true>();
     const bool any = share.begin(args, lane);
@@ -370,30 +412,39 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     }
     __syncwarp();
     if (!any) return;
-    scores_group<Format, kBFloat16>(args, share.b, memory, shared);
+    scores_group<Format, kBFloat16, kTrace>(args, share.b, memory, shared);
   } else {
     set_registers<kValuesRegisters, false>();
     if (!share.begin(args, lane)) return;
     if (threadIdx.x == 128) *ahead_cursor(shared) = {share, share.first};
     __syncwarp();
-    values_group<Format, kBFloat16>(args, &map, &halves, memory, shared, group - 1);
+    values_group<Format, kBFloat16, kTrace>(args, &map, &halves, memory, shared, group - 1);
   }
   if (args.pair) {  // neither ends while the other still loads into it, or tells it of a free half
     __syncwarp();
     cluster_arrive();
     cluster_wait();
   }
+  if constexpr (kTrace) {
+    if (threadIdx.x == 0) {
+      long long time, clock = clock64();
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+      args.trace[1024 + blockIdx.x * 4 + 2] = time;
+      args.trace[1024 + blockIdx.x * 4 + 3] = clock;
+    }
+  }
 }
 
-#define TIERCEL_MLA_DECODE_AHEAD(dtype)                                              \
-  {DType::k##dtype, MlaLayout::kSame,                                                \
-   Kernel("mla_decode_ahead<" #dtype ">",                                            \
-          reinterpret_cast<const void*>(                                             \
-              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16>),         \
+#define TIERCEL_MLA_DECODE_AHEAD(dtype, trace)                                          \
+  {DType::k##dtype, MlaLayout::kSame,                                                   \
+   Kernel("mla_decode_ahead<" #dtype ", " #trace ">",                                   \
+          reinterpret_cast<const void*>(                                                \
+              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16, trace>),     \
           kAheadShared)}
 
-const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16),
-                                    TIERCEL_MLA_DECODE_AHEAD(Float16)};
+const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16, false),
+                                    TIERCEL_MLA_DECODE_AHEAD(Float16, false),
+                                    TIERCEL_MLA_DECODE_AHEAD(BFloat16, true)};
 
 }  // namespace
 

@@ -101,6 +101,7 @@ struct MlaDecodeArgs {
   bool by_sequence;  // entries of `shared`; by lane otherwise
   bool ahead;        // the pairs' kernel that makes scores ahead
   int early;         // measured
+  long long* trace;  // measured: [2 blocks, 64 steps, 8]
   float scale;       // of raw scores, to powers of 2
 };
 

@@ -78,12 +78,15 @@ struct Share {
 
   // The next sequence; false behind the last.
   __device__ __forceinline__ bool next(const MlaDecodeArgs& args) {
-    if (origin + last >= end) return false;
+    if (!more()) return false;
     origin += steps();
     ++b;
     enter(args);
     return true;
   }
+
+  // True if next() has one.
+  __device__ __forceinline__ bool more() const { return origin + last < end; }
 
   // How many steps the sequence has.
   __device__ __forceinline__ int steps() const { return steps_of(length); }
