@@ -137,6 +137,16 @@ __device__ __forceinline__ void boxes_multicast(void* to, const CUtensorMap* map
       : "memory");
 }
 
+// Without multicast.
+__device__ __forceinline__ void boxes_load(void* to, const CUtensorMap* map, int column, int row,
+                                           int block, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(block), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Loads the next step, if there is one, to the stage, which both blocks of the pair have freed.
 // `row` is ahead_row(). Each block loads a half of the values into both, and the rotary columns of
 // every other step. One warp calls it.
@@ -165,11 +175,24 @@ __device__ __forceinline__ void load_ahead(const MlaDecodeArgs& args, const CUte
         mbarrier_expect(full(part), loads ? part_blocks(part) * kMlaBlock : 0);
       }
       if (loads) {
-        const int rank = static_cast<int>(cluster_rank()), half = rank * kHalfBlocks;
-        boxes_multicast(to + half * kMlaBlock, halves, 0, row, half, full(2 * rank), 0b11);
-        if (step % 2 == rank) {
-          box_multicast(to + (kMlaBlocks - 1) * kMlaBlock, map, kMlaLatent, row, full(1), 0b11);
-        }
+        const auto load = [&](int part) {
+          unsigned char* const at = to + part_block(part) * kMlaBlock;
+          if (part == 1) {
+            if (args.pair) {
+              box_multicast(at, map, kMlaLatent, row, full(1), 0b11);
+            } else {
+              box_load(at, map, kMlaLatent, row, full(1));
+            }
+          } else if (args.pair) {
+            boxes_multicast(at, halves, 0, row, part_block(part), full(part), 0b11);
+          } else {
+            boxes_load(at, halves, 0, row, part_block(part), full(part));
+          }
+        };
+        const int rank = args.pair ? static_cast<int>(cluster_rank()) : -1;
+        if (rank != 1) load(0);
+        if (rank < 0 || step % 2 == rank) load(1);
+        if (rank != 0) load(2);
       }
       cursor->step = step + 1;
       if (ends) {

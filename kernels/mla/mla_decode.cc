@@ -245,7 +245,9 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->trace = trace == nullptr || dtype_bytes(call.q->dtype) != 2 || call.q->dtype != DType::kBFloat16
                     ? nullptr
                     : reinterpret_cast<long long*>(std::strtoull(trace, nullptr, 10));
-  args->ahead = args->pair && places >= kMlaStep && (form == nullptr || std::strstr(form, "old") == nullptr);
+  const bool wide = form != nullptr && std::strstr(form, "wide") != nullptr;  // also without pairs
+  args->ahead = (args->pair || (wide && layout_of(*call.kv_cache) == MlaLayout::kSame)) &&
+                places >= kMlaStep && (form == nullptr || std::strstr(form, "old") == nullptr);
   if (args->pair && !args->ahead) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }
