@@ -11,6 +11,8 @@
 #include "kernels/mla/share.cuh"
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/prefetch.h"
+#include "kernels/sm90/reduce.cuh"
 #include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
@@ -126,6 +128,20 @@ __device__ __forceinline__ int ahead_row(const MlaDecodeArgs& args, unsigned cha
   return page * args.page_rows + (key & ((1 << args.page_bits) - 1));
 }
 
+// Brings the block's queries of a sequence to the L2. One warp calls it.
+__device__ __forceinline__ void prefetch_queries(const MlaDecodeArgs& args, int b) {
+  const int row_block = static_cast<int>(blockIdx.x) % args.row_blocks;
+  for (int row = threadIdx.x % 32; row < kMlaRows; row += 32) {
+    const int at = row_block * kMlaRows + row;
+    if (at >= args.rows) return;
+    const int query = at / args.heads, head = at - query * args.heads;
+    const char* const from =
+        args.q + b * args.q_strides[0] + query * args.q_strides[1] + head * args.q_strides[2];
+#pragma unroll 1
+    for (int line = 0; line < kMlaKey * 2; line += 128) prefetch_l2(from + line);
+  }
+}
+
 // box_multicast() of a map with three dimensions.
 __device__ __forceinline__ void boxes_multicast(void* to, const CUtensorMap* map, int column,
                                                 int row, int block, uint64_t* barrier,
@@ -153,12 +169,13 @@ __device__ __forceinline__ void boxes_load(void* to, const CUtensorMap* map, int
 __device__ __forceinline__ void load_ahead(const MlaDecodeArgs& args, const CUtensorMap* map,
                                            const CUtensorMap* halves, const AheadMemory& memory,
                                            unsigned char* pointer, int stage, int row) {
+  int next = -1;
   if (threadIdx.x % 32 == 0) {
     AheadCursor* const cursor = ahead_cursor(pointer);
     Share share = cursor->share;
     const int step = cursor->step;
     if (step >= 0) {
-      const bool loads = row >= 0 && !(args.early & 4);
+      const bool loads = row >= 0;
       const auto full = [&](int part) {
         return reinterpret_cast<uint64_t*>(pointer + (memory.full(part, stage) - memory.base));
       };
@@ -196,11 +213,15 @@ __device__ __forceinline__ void load_ahead(const MlaDecodeArgs& args, const CUte
       }
       cursor->step = step + 1;
       if (ends) {
-        cursor->step = share.next(args) ? share.first : -1;
+        const bool more = share.next(args);
+        cursor->step = more ? share.first : -1;
         cursor->share = share;
+        if (more) next = share.b;
       }
     }
   }
+  next = __shfl_sync(kFullWarp, next, 0);
+  if (next >= 0) prefetch_queries(args, next);
   __syncwarp();
 }
 

@@ -90,11 +90,6 @@ __device__ __forceinline__ void release(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-// This thread's arrival, when all copies that it has started are there.
-__device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Arrives at the barrier of block `rank` of the cluster. Only reads are ordered before it: a release
 // of the cluster's scope would be a fence of the whole GPU.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
@@ -106,13 +101,9 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
 }
 
 // Tells both blocks of a pair, if there is one: each loads into both.
-__device__ __forceinline__ void release(uint32_t barrier, bool pair, bool fence = false) {
+__device__ __forceinline__ void release(uint32_t barrier, bool pair) {
   __syncwarp();
   const uint32_t thread = threadIdx.x % 32;
-  if (fence) {
-    if (thread <= pair) mbarrier_arrive_remote(barrier, cluster_rank() ^ thread);
-    return;
-  }
   if (thread <= pair) arrive_at(barrier, cluster_rank() ^ thread);
 }
 

@@ -47,27 +47,6 @@ struct PagedRowsFinder {
   }
 };
 
-// Measured: with the hint that the lines are not read again.
-__device__ __forceinline__ void box_load_first(void* to, const CUtensorMap* map, int column, int row,
-                                               uint64_t* barrier, bool pair) {
-  constexpr uint64_t kEvictFirst = 0x12F0000000000000;
-  if (pair) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(uint16_t{0b11}),
-        "l"(kEvictFirst)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(kEvictFirst)
-        : "memory");
-  }
-}
-
 // One warp loads its half of all steps. Of a pair of blocks, each loads every other box, into both.
 __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUtensorMap* map,
                                           Share share, const Memory& memory, int half,
@@ -106,9 +85,7 @@ __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUten
 #pragma unroll 1
       for (int at = 0; copies_one && at < blocks; ++at) {
         const int block = block_of(at);
-        if (args.early & 2) {
-          box_load_first(to + block * kMlaBlock, map, block * 64, row, full, args.pair);
-        } else if (args.pair) {
+        if (args.pair) {
           box_multicast(to + block * kMlaBlock, map, block * 64, row, full, 0b11);
         } else {
           box_load(to + block * kMlaBlock, map, block * 64, row, full);

@@ -9,6 +9,7 @@
 #include "kernels/mla/share.cuh"
 #include "kernels/mla/sparse.cuh"
 #include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/copy_arrival.cuh"
 
 namespace tiercel {
 
@@ -93,7 +94,8 @@ __device__ __forceinline__ void load_sparse_keys(const MlaDecodeArgs& args, Spar
             copy(row, 2 * kLanes + thread % 8);
           }
         }
-        arrive_with_copies(memory.full(half, stage));
+        arrive_with_copies(
+            reinterpret_cast<uint64_t*>(pointer + (memory.full(half, stage) - memory.base)));
       }
     }
   } while (share.next(args));

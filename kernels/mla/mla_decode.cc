@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "kernels/mla/mla_host.h"
@@ -144,15 +142,11 @@ struct Choice {
 
 Choice choose(const MlaDecodeCall& call, const MlaDecodeArgs& args) {
   const DType dtype = call.q->dtype;
-  const MlaLayout layout = layout_of(*call.kv_cache);
-  if (args.ahead) {
-    const bool traced = args.trace != nullptr;
-    const auto* found = KernelTable(mla_ahead_kernels).find([&](const auto& kernel) {
-      return kernel.dtype == dtype && traced == (std::strstr(kernel.kernel.name(), "true") != nullptr);
-    });
-    return {&found->kernel, kAheadShared};
-  }
-  return {decode_kernel(dtype, layout), kMlaShared};
+  if (!args.ahead) return {decode_kernel(dtype, layout_of(*call.kv_cache)), kMlaShared};
+  const auto* found = KernelTable(mla_ahead_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == dtype;
+  });
+  return {&found->kernel, kAheadShared};
 }
 
 // Checks that there is a kernel for arguments that fit together and are not empty.
@@ -239,15 +233,7 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->copy_rows = static_cast<int>(std::min<int64_t>(places, kMlaStep));
   args->pair = layout_of(*call.kv_cache) == MlaLayout::kSame && args->row_blocks % 2 == 0 &&
                args->copy_rows >= kMlaLeastBox;
-  const char* form = std::getenv("TIERCEL_MLA_FORM");
-  if (form != nullptr && std::strstr(form, "nopair") != nullptr) args->pair = false;
-  const char* trace = std::getenv("TIERCEL_MLA_TRACE");
-  args->trace = trace == nullptr || dtype_bytes(call.q->dtype) != 2 || call.q->dtype != DType::kBFloat16
-                    ? nullptr
-                    : reinterpret_cast<long long*>(std::strtoull(trace, nullptr, 10));
-  const bool wide = form != nullptr && std::strstr(form, "wide") != nullptr;  // also without pairs
-  args->ahead = (args->pair || (wide && layout_of(*call.kv_cache) == MlaLayout::kSame)) &&
-                places >= kMlaStep && (form == nullptr || std::strstr(form, "old") == nullptr);
+  args->ahead = layout_of(*call.kv_cache) == MlaLayout::kSame && places >= kMlaStep;
   if (args->pair && !args->ahead) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }
@@ -274,13 +260,6 @@ Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
     args->lanes = lanes_of(*args, multiprocessors, args->batch * steps);
   }
   const Choice chosen = choose(call, *args);
-  const char* form = std::getenv("TIERCEL_MLA_FORM");
-  if (form != nullptr && std::strstr(form, "late") != nullptr) args->early |= 1;
-  if (form != nullptr && std::strstr(form, "hint") != nullptr) args->early |= 2;
-  if (form != nullptr && std::strstr(form, "noload") != nullptr) args->early |= 4;
-  if (form != nullptr && std::strstr(form, "free") != nullptr) args->early |= 8;
-  if (form != nullptr && std::strstr(form, "fence") != nullptr) args->early |= 32;
-  if (form != nullptr && std::strstr(form, "nosoft") != nullptr) args->early |= 16;
   plan_shares(split, *chosen.kernel, call.q->dtype, chosen.shared, args, plan);
   return Status();
 }

@@ -84,8 +84,7 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kFirstTail);
       scale_rows(o, factor);
       multiply_values<kBFloat16>(o, shares.words, values);
-      release(memory.empty(0, ring.stage()), kLayout == MlaLayout::kSame && args.pair,
-              kLayout == MlaLayout::kSame && args.early & 32);
+      release(memory.empty(0, ring.stage()), kLayout == MlaLayout::kSame && args.pair);
     }
     upper.sum = lanes_reduce<4>(upper.sum, Sum());
     lower.sum = lanes_reduce<4>(lower.sum, Sum());
@@ -151,8 +150,7 @@ __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share sh
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kSecondTail);
       scale_rows(o, factor);
       multiply_values<kBFloat16>(o, shares.words, values);
-      release(memory.empty(1, stage), kLayout == MlaLayout::kSame && args.pair,
-              kLayout == MlaLayout::kSame && args.early & 32);
+      release(memory.empty(1, stage), kLayout == MlaLayout::kSame && args.pair);
     }
     named_sync<kConsumers>(kProbabilities);
     const float2 inverse = *factors;

@@ -36,23 +36,6 @@
 namespace tiercel {
 namespace {
 
-// Measured: the clock at an event of a step.
-__device__ __forceinline__ uint32_t now() {
-  uint32_t clock;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock)::"memory");
-  return clock;
-}
-
-template <bool kTrace>
-__device__ __forceinline__ void note_time(const MlaDecodeArgs& args, int key, int event) {
-  if constexpr (kTrace) {
-    const int step = key / kMlaStep;
-    if (threadIdx.x % 128 == 0 && blockIdx.x / 2 == 20 && step < 64) {
-      args.trace[(blockIdx.x % 2 * 64 + step) * 8 + event] = now();
-    }
-  }
-}
-
 // Together they have the registers that the block was launched with.
 constexpr int kScoresRegisters = 184;
 constexpr int kValuesRegisters = 160;
@@ -62,36 +45,89 @@ static_assert(kScoresRegisters + 2 * kValuesRegisters <= 3 * (65536 / kMlaThread
 // has no room beside them.
 constexpr int kHeldSteps = kMlaLatent / 16 - 1;
 
+// Turns 4 x 4 words of 4 adjacent lanes: word j of a lane becomes the lane's word of lane j.
+__device__ __forceinline__ void turn_words(uint32_t (&w)[4]) {
+  const int lane = threadIdx.x;
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool odd = lane & bit;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t& low = w[bit == 1 ? 2 * i : i];
+      uint32_t& high = w[bit == 1 ? 2 * i + 1 : i + 2];
+      const uint32_t other = __shfl_xor_sync(kFullWarp, odd ? low : high, bit);
+      if (odd) {
+        low = other;
+      } else {
+        high = other;
+      }
+    }
+  }
+}
+
 // Queries: most columns become fragments, the others go to shared memory. Zeros behind the last row.
 __device__ __forceinline__ void load_queries_ahead(uint32_t (&q)[kHeldSteps][4],
                                                    const MlaDecodeArgs& args, int b,
                                                    const AheadMemory& memory) {
+  constexpr int kGroups = kMlaKey / 32;  // of 32 columns: 16 bytes of each of 4 lanes
   const Place place;
+  const int lane = threadIdx.x % 4;
+  const int first = static_cast<int>(blockIdx.x) % args.row_blocks * kMlaRows + place.row;
+  const char* from[2];
+  bool real[2];
+#pragma unroll
+  for (int second = 0; second < 2; ++second) {
+    const int at = first + 8 * second;
+    real[second] = at < args.rows;
+    const int query = at / args.heads, head = at - query * args.heads;
+    from[second] = args.q + b * args.q_strides[0] + query * args.q_strides[1] +
+                   head * args.q_strides[2] + lane * 16;
+  }
+  const auto load = [&](int group, int second) {
+    return real[second] ? __ldg(reinterpret_cast<const uint4*>(from[second] + group * 64))
+                        : make_uint4(0, 0, 0, 0);
+  };
+  const auto store = [](uint32_t to, uint4 four) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x), "r"(four.y),
+                 "r"(four.z), "r"(four.w)
+                 : "memory");
+  };
 #pragma unroll
   for (int second = 0; second < 2; ++second) {
     const int row = place.row + 8 * second;
-    const int at = blockIdx.x % args.row_blocks * kMlaRows + row;
-    const bool real = at < args.rows;
-    const int query = at / args.heads, head = at - query * args.heads;
-    const char* const from = args.q + b * args.q_strides[0] + query * args.q_strides[1] +
-                             head * args.q_strides[2] + place.column * 2;
 #pragma unroll
-    for (int i = 0; i < kMlaKey / 16; ++i) {
+    for (int group = kMlaLatent / 32; group < kGroups; ++group) {
+      const int chunk = (group - kMlaLatent / 32) * 4 + lane;
+      store(memory.base + kAheadRotary + row * kMlaColumns + (chunk ^ row % 8) * 16,
+            load(group, second));
+    }
+    // The last group of latents: 16 columns are held, 16 are not.
+    const uint4 last = load(kMlaLatent / 32 - 1, second);
+    if (lane >= 2) {
+      store(memory.base + kAheadLatent + row / 8 * 256 + (lane - 2) * 128 + row % 8 * 16, last);
+    }
+    uint32_t turned[4] = {last.x, last.y, last.z, last.w};
+    turn_words(turned);
+    q[kHeldSteps - 1][second] = turned[0], q[kHeldSteps - 1][2 + second] = turned[1];
+  }
 #pragma unroll
-      for (int other = 0; other < 2; ++other) {
-        const uint32_t word =
-            real ? __ldg(reinterpret_cast<const uint32_t*>(from + 32 * i + 16 * other)) : 0;
-        if (i < kHeldSteps) {
-          q[i][2 * other + second] = word;
-          continue;
-        }
-        const int chunk = (i - kHeldSteps - 1) * 2 + other;
-        const uint32_t to =
-            memory.base + place.column * 2 +
-            (i == kHeldSteps ? kAheadLatent + row / 8 * 256 + other * 128 + row % 8 * 16
-                             : kAheadRotary + row * kMlaColumns + (chunk ^ row % 8) * 16);
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
-      }
+  for (int group = 0; group < kHeldSteps / 2; ++group) {
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {
+      const uint4 four = load(group, second);
+      q[2 * group][second] = four.x, q[2 * group][2 + second] = four.y;
+      q[2 * group + 1][second] = four.z, q[2 * group + 1][2 + second] = four.w;
+    }
+  }
+#pragma unroll
+  for (int group = 0; group < kHeldSteps / 2; ++group) {
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {
+      uint32_t turned[4] = {q[2 * group][second], q[2 * group][2 + second],
+                            q[2 * group + 1][second], q[2 * group + 1][2 + second]};
+      turn_words(turned);
+      q[2 * group][second] = turned[0], q[2 * group][2 + second] = turned[1];
+      q[2 * group + 1][second] = turned[2], q[2 * group + 1][2 + second] = turned[3];
     }
   }
   proxy_fence();
@@ -103,23 +139,16 @@ __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address) {
   return uint64_t{256 >> 4} << 32 | uint64_t{128 >> 4} << 16 | (address >> 4 & 0x3fff);
 }
 
-// Scores of a step, 64 x 64, along all columns. If the values of the step before, at `before`, wait
-// for their turn, tells them when most of these products are done.
-template <bool kBFloat16, bool kTrace>
-__device__ __forceinline__ void multiply_keys_ahead(float (&s)[32],
-                                                    const uint32_t (&q)[kHeldSteps][4],
-                                                    const AheadMemory& memory,
-                                                    const AheadRing& ring, int before,
-                                                    bool early, bool free, uint32_t* begun) {
+// Starts the scores of a step, 64 x 64, along all columns: two groups of products, of which the
+// second is the last block's.
+template <bool kBFloat16>
+__device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)[kHeldSteps][4],
+                                             const AheadMemory& memory, const AheadRing& ring) {
   const uint32_t tile = memory.tile(ring.stage);
-  if (free && before >= 0) release(memory.turn(before)), before = -1;
   wgmma_settle(s);
 #pragma unroll
   for (int part = 0; part < kAheadParts; ++part) {
     mbarrier_wait(memory.full(part, ring.stage), ring.parity);
-    if constexpr (kTrace) {
-      if (part == 0) *begun = now();
-    }
     wgmma_fence();
 #pragma unroll
     for (int at = 0; at < part_blocks(part); ++at) {
@@ -141,37 +170,36 @@ __device__ __forceinline__ void multiply_keys_ahead(float (&s)[32],
     }
   }
   wgmma_commit();
-  wgmma_wait<1>();
-  if (early && before >= 0) release(memory.turn(before));
-  wgmma_wait<0>();
-  if (!early && before >= 0) release(memory.turn(before));
-  wgmma_settle(s);
 }
 
-// Probabilities, where the rotary columns of the keys were, as wgmma's first operand.
+// Where the lane's row of a 16 x 16 matrix of probabilities is in their tile.
+__device__ __forceinline__ uint32_t shares_place() {
+  const int thread = opaque(threadIdx.x % 128), lane = thread % 32;
+  const int row = thread / 32 * 16 + lane % 16;
+  return row * kMlaColumns + (lane / 16 ^ row % 8) * 16;
+}
+
+// Probabilities, where the rotary columns of the keys were, as wgmma's first operand. `to` is the
+// tile's address and shares_place().
 template <typename Format>
 __device__ __forceinline__ void store_shares(const float (&s)[32], uint32_t to) {
-  const int thread = opaque(threadIdx.x % 128), lane = thread % 32;
-  // 8 columns further is another 16 bytes of the row.
-  to += (thread / 32 * 16 + lane / 4) * kMlaColumns + lane % 4 * 4;
-  const int turned = lane / 4 * 16;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int second = 0; second < 2; ++second) {
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + second * 8 * kMlaColumns +
-                                                   (turned ^ j * 16)),
-                   "r"(Format::pack(s + 4 * j + 2 * second))
-                   : "memory");
-    }
+  for (int k = 0; k < 4; ++k) {
+    const float* from = s + 8 * k;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     to ^ (k * 32)),
+                 "r"(Format::pack(from)), "r"(Format::pack(from + 2)), "r"(Format::pack(from + 4)),
+                 "r"(Format::pack(from + 6))
+                 : "memory");
   }
 }
 
 // The first warpgroup: scores and probabilities. `b` is the lane's first sequence.
-template <typename Format, bool kBFloat16, bool kTrace>
+template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
+
   while (true) {
     uint32_t q[kHeldSteps][4];
     load_queries_ahead(q, args, b, memory);
@@ -188,24 +216,21 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         before = -1;
       }
       float s[32] = {};
-      uint32_t begun = 0;
-      multiply_keys_ahead<kBFloat16, kTrace>(s, q, memory, ring, before, !(args.early & 1), args.early & 8, &begun);
-      before = stage;
+      start_scores<kBFloat16>(s, q, memory, ring);
       const AheadNote note = *ahead_note(pointer, stage);
+      wgmma_wait<1>();
+      if (before >= 0) release(memory.turn(before));
+      wgmma_wait<0>();
+      wgmma_settle(s);
+      before = stage;
       flags = note.flags;
-      if constexpr (kTrace) {
-        note_time<kTrace>(args, note.key, 1);
-        if (threadIdx.x % 128 == 0 && blockIdx.x / 2 == 20 && note.key < 64 * 64) {
-          args.trace[(blockIdx.x % 2 * 64 + note.key / 64) * 8] = begun;
-        }
-      }
       const auto row_block_of = [&] {  // where it is needed: a division a step is long
         return static_cast<int>(opaque(blockIdx.x)) % args.row_blocks;
       };
       // Query i sees the keys before length - queries + i + 1.
       const int seen = note.length - args.queries + 1;
       const Place place;
-      if (note.key + kMlaStep > seen) {
+      if (__builtin_expect(note.key + kMlaStep > seen, 0)) {
         const int at = row_block_of() * kMlaRows;
         const int end = seen + (at + place.row) / args.heads;
         const int other_end = seen + (at + place.row + 8) / args.heads;
@@ -213,20 +238,20 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                     min(other_end, note.length));
       }
       const bool leads = place.column == 0;
-      if (!(args.early & 16)) {
-      const float2 factor = {upper.add<0>(s, args.scale), lower.add<2>(s, args.scale)};
+      float scale = args.scale;
+      asm volatile("" : "+f"(scale));  // in a register: a constant operand costs an issue slot
+      const float2 factor = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
       named_sync<128>(kScores);  // all have multiplied the rotary columns
-      store_shares<Format>(s, memory.rotary(stage));
+      store_shares<Format>(s, memory.rotary(stage) + shares_place());
       // There is nothing to scale at a sequence's first step, so that its place has the inverses of
       // the sequence before.
       if (leads && !begins) {
         float* const factors = ahead_factors(pointer, stage) + place.row;
         factors[0] = factor.x, factors[8] = factor.y;
       }
-      }
       begins = false;
       ring.next();
-      if (flags & AheadNote::kEnds) {
+      if (__builtin_expect(flags & AheadNote::kEnds, 0)) {
         upper.sum = lanes_reduce<4>(upper.sum, Sum());
         lower.sum = lanes_reduce<4>(lower.sum, Sum());
         // Parts stay sums; mla_combine divides.
@@ -243,8 +268,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       }
       proxy_fence();
       release(memory.ready(stage));
-      note_time<kTrace>(args, note.key, 2);
-      if (flags & AheadNote::kEnds) {
+      if (__builtin_expect(flags & AheadNote::kEnds, 0)) {
         release(memory.turn(stage));
         const bool parts = flags & AheadNote::kShared;
         const int row_block = row_block_of(), at = row_block * kMlaRows;
@@ -273,7 +297,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
 // The second and the third warpgroup: probabilities times a half of the values. A warp of the second
 // loads the stages that both have freed. It looks for that while it waits for its turn, and finds
 // where the next keys are while products run.
-template <typename Format, bool kBFloat16, bool kTrace>
+template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CUtensorMap* map,
                                              const CUtensorMap* halves, const AheadMemory& memory,
                                              unsigned char* pointer, int half) {
@@ -297,12 +321,9 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
     do {
       const uint32_t values = memory.tile(ring.stage) + half * kHalfBlocks * kMlaBlock;
       mbarrier_wait(memory.ready(ring.stage), ring.parity);
-      int at_key = 0;
       {
         const AheadNote note = *ahead_note(pointer, ring.stage);
         steps = {note.b, note.flags, !(note.flags & AheadNote::kBegins)};
-        at_key = note.key;
-        if (threadIdx.x < 256) note_time<kTrace>(args, at_key, 3);
         const int keys = note.length - note.key;
         if (keys < kMlaStep) clear_tail(values, keys, half == 0 ? kFirstTail : kSecondTail);
         if (!begins) {
@@ -330,7 +351,6 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       }
       __syncwarp();
       mbarrier_wait(memory.turn(ring.stage), ring.parity);
-      if (threadIdx.x < 256) note_time<kTrace>(args, at_key, 4);
       wgmma_settle(o);
       wgmma_fence();
 #pragma unroll
@@ -353,7 +373,6 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       __syncwarp();
       wgmma_wait<0>();
       wgmma_settle(o);
-      note_time<kTrace>(args, at_key, half == 0 ? 5 : 6);
       release(memory.empty(half, ring.stage), args.pair);
       ring.next();
     } while (!(steps.flags & AheadNote::kEnds));
@@ -365,7 +384,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   } while (!(steps.flags & AheadNote::kLast));
 }
 
-template <typename Format, bool kBFloat16, bool kTrace>
+template <typename Format, bool kBFloat16>
 __global__ void __launch_bounds__(kMlaThreads, 1)
     mla_decode_ahead(const __grid_constant__ MlaDecodeArgs args,
                      const __grid_constant__ CUtensorMap map,
@@ -396,14 +415,6 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   grid_dependency_launch();
   const int lane = blockIdx.x / args.row_blocks, row_block = blockIdx.x % args.row_blocks;
   Share share{};
-  if constexpr (kTrace) {
-    if (threadIdx.x == 0) {
-      long long time, clock = clock64();
-      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
-      args.trace[1024 + blockIdx.x * 4] = time;
-      args.trace[1024 + blockIdx.x * 4 + 1] = clock;
-    }
-  }
   if (group == 0) {
     set_registers<kScoresRegisters, true>();
     const bool any = share.begin(args, lane);
@@ -412,39 +423,30 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     }
     __syncwarp();
     if (!any) return;
-    scores_group<Format, kBFloat16, kTrace>(args, share.b, memory, shared);
+    scores_group<Format, kBFloat16>(args, share.b, memory, shared);
   } else {
     set_registers<kValuesRegisters, false>();
     if (!share.begin(args, lane)) return;
     if (threadIdx.x == 128) *ahead_cursor(shared) = {share, share.first};
     __syncwarp();
-    values_group<Format, kBFloat16, kTrace>(args, &map, &halves, memory, shared, group - 1);
+    values_group<Format, kBFloat16>(args, &map, &halves, memory, shared, group - 1);
   }
   if (args.pair) {  // neither ends while the other still loads into it, or tells it of a free half
     __syncwarp();
     cluster_arrive();
     cluster_wait();
   }
-  if constexpr (kTrace) {
-    if (threadIdx.x == 0) {
-      long long time, clock = clock64();
-      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
-      args.trace[1024 + blockIdx.x * 4 + 2] = time;
-      args.trace[1024 + blockIdx.x * 4 + 3] = clock;
-    }
-  }
 }
 
-#define TIERCEL_MLA_DECODE_AHEAD(dtype, trace)                                          \
-  {DType::k##dtype, MlaLayout::kSame,                                                   \
-   Kernel("mla_decode_ahead<" #dtype ", " #trace ">",                                   \
-          reinterpret_cast<const void*>(                                                \
-              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16, trace>),     \
+#define TIERCEL_MLA_DECODE_AHEAD(dtype)                                              \
+  {DType::k##dtype, MlaLayout::kSame,                                                \
+   Kernel("mla_decode_ahead<" #dtype ">",                                            \
+          reinterpret_cast<const void*>(                                             \
+              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16>),         \
           kAheadShared)}
 
-const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16, false),
-                                    TIERCEL_MLA_DECODE_AHEAD(Float16, false),
-                                    TIERCEL_MLA_DECODE_AHEAD(BFloat16, true)};
+const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16),
+                                    TIERCEL_MLA_DECODE_AHEAD(Float16)};
 
 }  // namespace
 

@@ -100,8 +100,6 @@ struct MlaDecodeArgs {
   bool pair;         // blocks of a lane are clusters of two, which load keys for each other
   bool by_sequence;  // entries of `shared`; by lane otherwise
   bool ahead;        // the pairs' kernel that makes scores ahead
-  int early;         // measured
-  long long* trace;  // measured: [2 blocks, 64 steps, 8]
   float scale;       // of raw scores, to powers of 2
 };
 
