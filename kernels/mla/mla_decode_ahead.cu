@@ -141,7 +141,7 @@ __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address) {
 
 // Starts the scores of a step, 64 x 64, along all columns: two groups of products, of which the
 // second is the last block's.
-template <bool kBFloat16>
+template <bool kBFloat16, int kTurn>
 __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)[kHeldSteps][4],
                                              const AheadMemory& memory, const AheadRing& ring) {
   const uint32_t tile = memory.tile(ring.stage);
@@ -153,8 +153,8 @@ __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)
 #pragma unroll
     for (int at = 0; at < part_blocks(part); ++at) {
       const int block = part_block(part) + at;
-      const bool last = part == kAheadParts - 1 && at == part_blocks(part) - 1;
-      if (last) wgmma_commit();
+      const int done = at + (part == 0 ? 0 : part == 1 ? kHalfBlocks : kHalfBlocks + 1);
+      if (done == kTurn) wgmma_commit();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t keys = rows_descriptor(tile) + ((block * kMlaBlock + k * 32) >> 4);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_shares(const float (&s)[32], uint32_t to) 
 }
 
 // The first warpgroup: scores and probabilities. `b` is the lane's first sequence.
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, int kTurn>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         before = -1;
       }
       float s[32] = {};
-      start_scores<kBFloat16>(s, q, memory, ring);
+      start_scores<kBFloat16, kTurn>(s, q, memory, ring);
       const AheadNote note = *ahead_note(pointer, stage);
       wgmma_wait<1>();
       if (before >= 0) release(memory.turn(before));
@@ -297,7 +297,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
 // The second and the third warpgroup: probabilities times a half of the values. A warp of the second
 // loads the stages that both have freed. It looks for that while it waits for its turn, and finds
 // where the next keys are while products run.
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, int kTurn>
 __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CUtensorMap* map,
                                              const CUtensorMap* halves, const AheadMemory& memory,
                                              unsigned char* pointer, int half) {
@@ -384,7 +384,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   } while (!(steps.flags & AheadNote::kLast));
 }
 
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, int kTurn>
 __global__ void __launch_bounds__(kMlaThreads, 1)
     mla_decode_ahead(const __grid_constant__ MlaDecodeArgs args,
                      const __grid_constant__ CUtensorMap map,
@@ -423,13 +423,13 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     }
     __syncwarp();
     if (!any) return;
-    scores_group<Format, kBFloat16>(args, share.b, memory, shared);
+    scores_group<Format, kBFloat16, kTurn>(args, share.b, memory, shared);
   } else {
     set_registers<kValuesRegisters, false>();
     if (!share.begin(args, lane)) return;
     if (threadIdx.x == 128) *ahead_cursor(shared) = {share, share.first};
     __syncwarp();
-    values_group<Format, kBFloat16>(args, &map, &halves, memory, shared, group - 1);
+    values_group<Format, kBFloat16, kTurn>(args, &map, &halves, memory, shared, group - 1);
   }
   if (args.pair) {  // neither ends while the other still loads into it, or tells it of a free half
     __syncwarp();
@@ -438,15 +438,16 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   }
 }
 
-#define TIERCEL_MLA_DECODE_AHEAD(dtype)                                              \
-  {DType::k##dtype, MlaLayout::kSame,                                                \
-   Kernel("mla_decode_ahead<" #dtype ">",                                            \
-          reinterpret_cast<const void*>(                                             \
-              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16>),         \
+#define TIERCEL_MLA_DECODE_AHEAD(dtype, turn)                                           \
+  {DType::k##dtype, MlaLayout::kSame,                                                   \
+   Kernel("mla_decode_ahead<" #dtype ", " #turn ">",                                    \
+          reinterpret_cast<const void*>(                                                \
+              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16, turn>),      \
           kAheadShared)}
 
-const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16),
-                                    TIERCEL_MLA_DECODE_AHEAD(Float16)};
+const MlaDecodeKernel kKernels[] = {
+    TIERCEL_MLA_DECODE_AHEAD(BFloat16, 8), TIERCEL_MLA_DECODE_AHEAD(Float16, 8),
+    TIERCEL_MLA_DECODE_AHEAD(BFloat16, 6), TIERCEL_MLA_DECODE_AHEAD(BFloat16, 4)};
 
 }  // namespace
 
