@@ -122,8 +122,8 @@ __device__ __forceinline__ int ahead_row(const MlaDecodeArgs& args, unsigned cha
   if (cursor->step < 0 || key >= cursor->share.length) return -1;
   const char* const table =
       reinterpret_cast<const char*>(args.page_table) + cursor->share.b * args.table_stride;
-  const int entry = load_strided(reinterpret_cast<const int32_t*>(table), args.table_step,
-                                 key >> args.page_bits);
+  const int entry =
+      load_strided(reinterpret_cast<const int32_t*>(table), args.table_step, key >> args.page_bits);
   const int page = entry < 0 || entry > args.last_page ? args.last_page : entry;
   return page * args.page_rows + (key & ((1 << args.page_bits) - 1));
 }

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "kernels/mla/mla_host.h"
@@ -145,10 +143,8 @@ struct Choice {
 Choice choose(const MlaDecodeCall& call, const MlaDecodeArgs& args) {
   const DType dtype = call.q->dtype;
   if (!args.ahead) return {decode_kernel(dtype, layout_of(*call.kv_cache)), kMlaShared};
-  const char* form = std::getenv("TIERCEL_MLA_FORM");
-  const char* turn = form == nullptr || form[0] != 't' || dtype != DType::kBFloat16 ? "8" : form + 1;
   const auto* found = KernelTable(mla_ahead_kernels).find([&](const auto& kernel) {
-    return kernel.dtype == dtype && std::strstr(std::strstr(kernel.kernel.name(), ", "), turn);
+    return kernel.dtype == dtype;
   });
   return {&found->kernel, kAheadShared};
 }
@@ -237,9 +233,7 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->copy_rows = static_cast<int>(std::min<int64_t>(places, kMlaStep));
   args->pair = layout_of(*call.kv_cache) == MlaLayout::kSame && args->row_blocks % 2 == 0 &&
                args->copy_rows >= kMlaLeastBox;
-  const char* form = std::getenv("TIERCEL_MLA_FORM");
-  args->ahead = layout_of(*call.kv_cache) == MlaLayout::kSame && places >= kMlaStep &&
-                (form == nullptr || std::strcmp(form, "old") != 0);
+  args->ahead = layout_of(*call.kv_cache) == MlaLayout::kSame && places >= kMlaStep;
   if (args->pair && !args->ahead) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }
@@ -294,12 +288,7 @@ Status MlaDecodeLaunch::prepare(const MlaDecodeCall& call) {
   TIERCEL_RETURN_IF_ERROR(
       encode_tensor_map(map_of(args_.copy_rows), rows.view, kOp, "kv_cache", &map_));
   if (!args_.ahead) return Status();
-  const char* form = std::getenv("TIERCEL_MLA_FORM");
-  TensorMapSpec halves = kHalves;
-  if (form != nullptr && std::strcmp(form, "p256") == 0) {
-    halves.l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-  }
-  return encode_tensor_map(halves, Halves(rows).view, kOp, "kv_cache", &halves_);
+  return encode_tensor_map(kHalves, Halves(rows).view, kOp, "kv_cache", &halves_);
 }
 
 Status MlaDecodeLaunch::run(float* workspace, void* stream) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode: attention of absorbed queries over one latent cache, whose rows are keys and, without
-// their last 64 columns, values.
+// their last 64 columns, values. Caches of 16 bits in pages of 64 keys or more have
+// mla_decode_ahead.
 //
 // A block has 64 rows, queries times heads of one sequence, and goes through the keys in steps of
 // 64. Of its three warpgroups

@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_decode_ahead: mla_decode of a cache of 16 bits in pages of 8 keys or more. It makes the scores
-// of a step while it multiplies the values of the one before.
+// mla_decode_ahead: mla_decode over a cache of 16 bits whose pages have 64 keys or more. It makes
+// the scores of a step before it multiplies the values of the step before.
 //
 // A block has 64 rows, queries times heads of one sequence, and goes through the keys in steps of
-// 64. Of its four warpgroups
+// 64. Of its three warpgroups
 //   the first multiplies queries and keys (64 x 64, along 576) and makes probabilities of the
-//     scores. It has the first 512 columns of its queries in registers, so that these products read
+//     scores. It has 496 of its queries' columns in registers, so that most of these products read
 //     keys alone from shared memory;
-//   the second and the third multiply probabilities by 256 columns of the values each;
-//   the fourth loads: one warp keys, two the queries of the next sequence.
-// Three steps of 72 KiB are in flight. Probabilities take the place of a step's rotary columns, which
-// are no values. They have the bits of mla_decode's: each sum has the same order.
+//   the second and the third multiply probabilities by 256 columns of the values each. A warp of
+//   the
+//     second loads keys, between its products: one box of 64 keys for each half of the latents.
+// Three steps of 72 KiB are in flight. Probabilities take the place of a step's rotary columns,
+// which are no values. They have the bits of mla_decode's: each sum has the same order.
 //
 // The tensor cores have work all the time if the scores of step j + 1 are made before the values of
 // step j are multiplied: while these are, probabilities of step j + 1 are made. So the second and
 // the third warpgroup wait for their turn, which comes when most of the scores are made, or at once
-// if their keys are not there yet.
+// if their keys are not there yet. The first warpgroup never waits for the others, except for keys:
+// its instructions between two steps bound the kernel as much as the products do.
 //
 // Two blocks with other rows of the same sequences are a cluster and read the same keys at the same
-// time: each loads half of them, into the shared memory of both.
+// time: each loads half of their columns, into the shared memory of both.
 #include <cstdint>
 
 #include "kernels/mla/ahead.cuh"
@@ -30,7 +32,6 @@
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/tma.cuh"
-#include "kernels/sm90/warp_matrix.cuh"
 #include "kernels/sm90/wgmma.cuh"
 
 namespace tiercel {
@@ -65,7 +66,8 @@ __device__ __forceinline__ void turn_words(uint32_t (&w)[4]) {
   }
 }
 
-// Queries: most columns become fragments, the others go to shared memory. Zeros behind the last row.
+// Queries: most columns become fragments, the others go to shared memory. Zeros behind the last
+// row.
 __device__ __forceinline__ void load_queries_ahead(uint32_t (&q)[kHeldSteps][4],
                                                    const MlaDecodeArgs& args, int b,
                                                    const AheadMemory& memory) {
@@ -141,7 +143,7 @@ __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address) {
 
 // Starts the scores of a step, 64 x 64, along all columns: two groups of products, of which the
 // second is the last block's.
-template <bool kBFloat16, int kTurn>
+template <bool kBFloat16>
 __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)[kHeldSteps][4],
                                              const AheadMemory& memory, const AheadRing& ring) {
   const uint32_t tile = memory.tile(ring.stage);
@@ -153,8 +155,8 @@ __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)
 #pragma unroll
     for (int at = 0; at < part_blocks(part); ++at) {
       const int block = part_block(part) + at;
-      const int done = at + (part == 0 ? 0 : part == 1 ? kHalfBlocks : kHalfBlocks + 1);
-      if (done == kTurn) wgmma_commit();
+      const bool last = part == kAheadParts - 1 && at == part_blocks(part) - 1;
+      if (last) wgmma_commit();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint64_t keys = rows_descriptor(tile) + ((block * kMlaBlock + k * 32) >> 4);
@@ -186,16 +188,16 @@ __device__ __forceinline__ void store_shares(const float (&s)[32], uint32_t to) 
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const float* from = s + 8 * k;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     to ^ (k * 32)),
-                 "r"(Format::pack(from)), "r"(Format::pack(from + 2)), "r"(Format::pack(from + 4)),
-                 "r"(Format::pack(from + 6))
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ (k * 32)),
+        "r"(Format::pack(from)), "r"(Format::pack(from + 2)), "r"(Format::pack(from + 4)),
+        "r"(Format::pack(from + 6))
+        : "memory");
   }
 }
 
 // The first warpgroup: scores and probabilities. `b` is the lane's first sequence.
-template <typename Format, bool kBFloat16, int kTurn>
+template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
@@ -216,7 +218,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         before = -1;
       }
       float s[32] = {};
-      start_scores<kBFloat16, kTurn>(s, q, memory, ring);
+      start_scores<kBFloat16>(s, q, memory, ring);
       const AheadNote note = *ahead_note(pointer, stage);
       wgmma_wait<1>();
       if (before >= 0) release(memory.turn(before));
@@ -234,8 +236,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         const int at = row_block_of() * kMlaRows;
         const int end = seen + (at + place.row) / args.heads;
         const int other_end = seen + (at + place.row + 8) / args.heads;
-        mask_scores(s, note.key + place.column, min(end, note.length),
-                    min(other_end, note.length));
+        mask_scores(s, note.key + place.column, min(end, note.length), min(other_end, note.length));
       }
       const bool leads = place.column == 0;
       float scale = args.scale;
@@ -294,10 +295,10 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
   }
 }
 
-// The second and the third warpgroup: probabilities times a half of the values. A warp of the second
-// loads the stages that both have freed. It looks for that while it waits for its turn, and finds
-// where the next keys are while products run.
-template <typename Format, bool kBFloat16, int kTurn>
+// The second and the third warpgroup: probabilities times a half of the values. A warp of the
+// second loads the stages that both have freed. It looks for that while it waits for its turn, and
+// finds where the next keys are while products run.
+template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CUtensorMap* map,
                                              const CUtensorMap* halves, const AheadMemory& memory,
                                              unsigned char* pointer, int half) {
@@ -384,7 +385,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   } while (!(steps.flags & AheadNote::kLast));
 }
 
-template <typename Format, bool kBFloat16, int kTurn>
+template <typename Format, bool kBFloat16>
 __global__ void __launch_bounds__(kMlaThreads, 1)
     mla_decode_ahead(const __grid_constant__ MlaDecodeArgs args,
                      const __grid_constant__ CUtensorMap map,
@@ -423,13 +424,13 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     }
     __syncwarp();
     if (!any) return;
-    scores_group<Format, kBFloat16, kTurn>(args, share.b, memory, shared);
+    scores_group<Format, kBFloat16>(args, share.b, memory, shared);
   } else {
     set_registers<kValuesRegisters, false>();
     if (!share.begin(args, lane)) return;
     if (threadIdx.x == 128) *ahead_cursor(shared) = {share, share.first};
     __syncwarp();
-    values_group<Format, kBFloat16, kTurn>(args, &map, &halves, memory, shared, group - 1);
+    values_group<Format, kBFloat16>(args, &map, &halves, memory, shared, group - 1);
   }
   if (args.pair) {  // neither ends while the other still loads into it, or tells it of a free half
     __syncwarp();
@@ -438,16 +439,15 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   }
 }
 
-#define TIERCEL_MLA_DECODE_AHEAD(dtype, turn)                                           \
-  {DType::k##dtype, MlaLayout::kSame,                                                   \
-   Kernel("mla_decode_ahead<" #dtype ", " #turn ">",                                    \
-          reinterpret_cast<const void*>(                                                \
-              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16, turn>),      \
+#define TIERCEL_MLA_DECODE_AHEAD(dtype)                                      \
+  {DType::k##dtype, MlaLayout::kSame,                                        \
+   Kernel("mla_decode_ahead<" #dtype ">",                                    \
+          reinterpret_cast<const void*>(                                     \
+              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16>), \
           kAheadShared)}
 
-const MlaDecodeKernel kKernels[] = {
-    TIERCEL_MLA_DECODE_AHEAD(BFloat16, 8), TIERCEL_MLA_DECODE_AHEAD(Float16, 8),
-    TIERCEL_MLA_DECODE_AHEAD(BFloat16, 6), TIERCEL_MLA_DECODE_AHEAD(BFloat16, 4)};
+const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16),
+                                    TIERCEL_MLA_DECODE_AHEAD(Float16)};
 
 }  // namespace
 

@@ -99,7 +99,7 @@ struct MlaDecodeArgs {
   int row_groups;    // of mla_combine's threads: how many share a row
   bool pair;         // blocks of a lane are clusters of two, which load keys for each other
   bool by_sequence;  // entries of `shared`; by lane otherwise
-  bool ahead;        // the pairs' kernel that makes scores ahead
+  bool ahead;        // scores are made a step ahead
   float scale;       // of raw scores, to powers of 2
 };
 
