@@ -48,7 +48,8 @@ def plan(
 def test_kernels(dtype):
     name = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype]
     # If a page has all keys of a step, the scores of the next one are made ahead.
-    for page, kernel in [(64, f"_ahead<{name}>"), (256, f"_ahead<{name}>"), (32, f"<{name}, Same>")]:
+    kernels = {32: f"<{name}, Same>", 64: f"_ahead<{name}>", 256: f"_ahead<{name}>"}
+    for page, kernel in kernels.items():
         got = plan(page=page, dtype=dtype, cache=dtype)
         assert got["kernel"] == "mla_decode" + kernel and got["combine"] == f"mla_combine<{name}>"
         assert got["rows"] == got["step"] == 64 and got["block"] == 384
