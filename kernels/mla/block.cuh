@@ -21,6 +21,7 @@ enum NamedBarrier {
   kFirstTail,
   kSecondTail,
   kKeyRows,
+  kScores,
   kFirstFree,
 };
 
@@ -89,11 +90,21 @@ __device__ __forceinline__ void release(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
+// Arrives at the barrier of block `rank` of the cluster. Only reads are ordered before it: a
+// release of the cluster's scope would be a fence of the whole GPU.
+__device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
 // Tells both blocks of a pair, if there is one: each loads into both.
 __device__ __forceinline__ void release(uint32_t barrier, bool pair) {
   __syncwarp();
   const uint32_t thread = threadIdx.x % 32;
-  if (thread <= pair) mbarrier_arrive_remote(barrier, cluster_rank() ^ thread);
+  if (thread <= pair) arrive_at(barrier, cluster_rank() ^ thread);
 }
 
 }  // namespace tiercel

@@ -9,6 +9,7 @@
 #include "kernels/mla/share.cuh"
 #include "kernels/mla/sparse.cuh"
 #include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/copy_arrival.cuh"
 
 namespace tiercel {
 
@@ -59,11 +60,6 @@ struct SlotRowsFinder {
   }
 };
 
-// This thread's arrival, when all copies that it has started are there.
-__device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Keys of 16 bits, row by row.
 __device__ __forceinline__ void load_sparse_keys(const MlaDecodeArgs& args, SparseShare share,
                                                  const Memory& memory, unsigned char* pointer) {
@@ -98,7 +94,8 @@ __device__ __forceinline__ void load_sparse_keys(const MlaDecodeArgs& args, Spar
             copy(row, 2 * kLanes + thread % 8);
           }
         }
-        arrive_with_copies(memory.full(half, stage));
+        arrive_with_copies(
+            reinterpret_cast<uint64_t*>(pointer + (memory.full(half, stage) - memory.base)));
       }
     }
   } while (share.next(args));

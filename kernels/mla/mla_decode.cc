@@ -105,11 +105,48 @@ TensorMapSpec map_of(int64_t copy_rows) {
           CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
 }
 
+// The latents of rows as blocks of 64 columns: [blocks, rows, 64]. A copy is half of a step's.
+struct Halves {
+  explicit Halves(const Rows& rows) : view(rows.view) {
+    view.ndim = 3;
+    view.shape = shape;
+    view.strides = strides;
+    shape[1] = rows.shape[0];
+    strides[1] = rows.strides[0];
+  }
+  Halves(const Halves&) = delete;
+  Halves& operator=(const Halves&) = delete;
+
+  int64_t shape[3] = {kMlaLatent / 64, 0, 64};
+  int64_t strides[3] = {64, 0, 1};
+  TensorView view;
+};
+
+constexpr TensorMapSpec kHalves = {3,
+                                   {kMlaLatent / 128, kMlaStep, 64},
+                                   CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
+
 const Kernel* decode_kernel(DType dtype, MlaLayout layout) {
   const auto* found = KernelTable(mla_decode_kernels).find([&](const auto& kernel) {
     return kernel.dtype == dtype && kernel.layout == layout;
   });
   return found == nullptr ? nullptr : &found->kernel;
+}
+
+// The kernel of a call that has one, and its shared memory.
+struct Choice {
+  const Kernel* kernel;
+  uint32_t shared;
+};
+
+Choice choose(const MlaDecodeCall& call, const MlaDecodeArgs& args) {
+  const DType dtype = call.q->dtype;
+  if (!args.ahead) return {decode_kernel(dtype, layout_of(*call.kv_cache)), kMlaShared};
+  const auto* found = KernelTable(mla_ahead_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == dtype;
+  });
+  return {&found->kernel, kAheadShared};
 }
 
 // Checks that there is a kernel for arguments that fit together and are not empty.
@@ -196,7 +233,8 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->copy_rows = static_cast<int>(std::min<int64_t>(places, kMlaStep));
   args->pair = layout_of(*call.kv_cache) == MlaLayout::kSame && args->row_blocks % 2 == 0 &&
                args->copy_rows >= kMlaLeastBox;
-  if (args->pair) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
+  args->ahead = layout_of(*call.kv_cache) == MlaLayout::kSame && places >= kMlaStep;
+  if (args->pair && !args->ahead) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }
 
@@ -221,8 +259,8 @@ Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
   } else {
     args->lanes = lanes_of(*args, multiprocessors, args->batch * steps);
   }
-  plan_shares(split, *decode_kernel(call.q->dtype, layout_of(*call.kv_cache)), call.q->dtype,
-              kMlaShared, args, plan);
+  const Choice chosen = choose(call, *args);
+  plan_shares(split, *chosen.kernel, call.q->dtype, chosen.shared, args, plan);
   return Status();
 }
 
@@ -245,14 +283,17 @@ Status MlaDecodeLaunch::prepare(const MlaDecodeCall& call) {
   const Rows rows(*call.kv_cache);
   TIERCEL_RETURN_IF_ERROR(tiercel::prepare(call, multiprocessors, rows, &args_, &plan_));
   if (plan_.grid == 0) return Status();
-  kernel_ = decode_kernel(dtype_, layout_of(*call.kv_cache));
+  kernel_ = choose(call, args_).kernel;
   if (layout_of(*call.kv_cache) != MlaLayout::kSame) return Status();
-  return encode_tensor_map(map_of(args_.copy_rows), rows.view, kOp, "kv_cache", &map_);
+  TIERCEL_RETURN_IF_ERROR(
+      encode_tensor_map(map_of(args_.copy_rows), rows.view, kOp, "kv_cache", &map_));
+  if (!args_.ahead) return Status();
+  return encode_tensor_map(kHalves, Halves(rows).view, kOp, "kv_cache", &halves_);
 }
 
 Status MlaDecodeLaunch::run(float* workspace, void* stream) {
   if (plan_.grid == 0) return Status();
-  void* pointers[] = {&args_, &map_};
+  void* pointers[] = {&args_, &map_, &halves_};
   return launch_and_combine(*kernel_, dtype_, plan_, &args_, pointers, device_, workspace, stream);
 }
 

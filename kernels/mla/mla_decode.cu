@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode: attention of absorbed queries over one latent cache, whose rows are keys and, without
-// their last 64 columns, values.
+// their last 64 columns, values. Caches of 16 bits in pages of 64 keys or more have
+// mla_decode_ahead.
 //
 // A block has 64 rows, queries times heads of one sequence, and goes through the keys in steps of
 // 64. Of its three warpgroups
@@ -35,31 +36,6 @@
 namespace tiercel {
 namespace {
 
-// Zeros in the values behind the sequence's end, which may be NaN in memory: their probabilities
-// are 0. By the threads of one warpgroup, in its half.
-__device__ __forceinline__ void clear_tail(uint32_t values, int first, int barrier) {
-  constexpr int kChunks = kHalfBlocks * 8;  // of 16 bytes, of a row
-  for (int at = threadIdx.x % 128; at < (kMlaStep - first) * kChunks; at += 128) {
-    const int row = first + at / kChunks, chunk = at % kChunks;
-    const uint32_t to = values + chunk / 8 * kMlaBlock + row * kMlaColumns + chunk % 8 * 16;
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-  }
-  proxy_fence();
-  named_sync<128>(barrier);
-}
-
-// Scores of keys that a row does not see become minus infinity.
-__device__ __forceinline__ void mask_scores(float (&s)[32], int first, int end, int other_end) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int key = first + 8 * j + i % 2;
-      if (key >= (i < 2 ? end : other_end)) s[4 * j + i] = -INFINITY;
-    }
-  }
-}
-
 // The first warpgroup: scores, probabilities, the first half of the values.
 template <typename Format, bool kBFloat16, MlaLayout kLayout>
 __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share share, int lane,
@@ -71,8 +47,14 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
   float2* const factors = reinterpret_cast<float2*>(pointer + kMlaFactors) + thread;
   float o[128];
   Ring ring;
+  constexpr bool kNext = kLayout == MlaLayout::kSame;
+  if (kNext) start_queries(args, share.b, row_block, memory);
   do {
-    load_queries(args, share.b, row_block, memory);
+    if (kNext) {
+      wait_queries();
+    } else {
+      load_queries(args, share.b, row_block, memory);
+    }
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0.0f;
     RowState upper, lower;
@@ -96,6 +78,9 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
       *factors = factor;
       shares.write(fragments);
       named_arrive<kConsumers>(kProbabilities);
+      if (kNext && step + 1 == share.last && share.more()) {
+        start_queries(args, share.b + 1, row_block, memory);
+      }
       const uint32_t values = memory.keys(ring.stage());
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kFirstTail);
       scale_rows(o, factor);
@@ -141,8 +126,14 @@ __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share sh
   float o[128];
   Ring ring;
   named_arrive<kConsumers>(kTaken);
+  constexpr bool kNext = kLayout == MlaLayout::kSame;
+  if (kNext) start_queries(args, share.b, row_block, memory);
   do {
-    load_queries(args, share.b, row_block, memory);
+    if (kNext) {
+      wait_queries();
+    } else {
+      load_queries(args, share.b, row_block, memory);
+    }
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0.0f;
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
@@ -152,6 +143,9 @@ __device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share sh
       Shares shares;
       shares.read(fragments);
       named_arrive<kConsumers>(kTaken);
+      if (kNext && step + 1 == share.last && share.more()) {
+        start_queries(args, share.b + 1, row_block, memory);
+      }
       mbarrier_wait(memory.full(1, stage), ring.parity());
       const uint32_t values = memory.keys(stage) + kHalfBlocks * kMlaBlock;
       if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kSecondTail);

@@ -62,6 +62,7 @@ class MlaDecodeLaunch {
   MlaDecodeArgs args_{};
   MlaDecodePlan plan_{};
   CUtensorMap map_{};
+  CUtensorMap halves_{};
   const Kernel* kernel_ = nullptr;
   DType dtype_ = DType::kBFloat16;
   int device_ = 0;

@@ -39,6 +39,19 @@ inline constexpr int kMlaKeyRows = kMlaBarriers + 4 * kMlaStages * 8;
 inline constexpr uint32_t kMlaShared = kMlaKeyRows + kMlaStages * kMlaStep * 8;
 static_assert(kMlaShared <= 227 << 10);
 
+// mla_decode_ahead's: three steps of keys, the last 80 columns of the queries; of each step factors
+// of rows and a note; barriers; what is loaded next.
+inline constexpr int kAheadStages = 3;
+inline constexpr int kAheadParts = 3;  // of a step, in the order in which they are multiplied
+inline constexpr int kAheadRotary = kAheadStages * kMlaTile;
+inline constexpr int kAheadLatent = kAheadRotary + kMlaBlock;
+inline constexpr int kAheadFactors = kAheadLatent + kMlaRows * 16 * 2;
+inline constexpr int kAheadNotes = kAheadFactors + kAheadStages * kMlaRows * 4;
+inline constexpr int kAheadBarriers = kAheadNotes + kAheadStages * 16;
+inline constexpr int kAheadCursor = kAheadBarriers + kAheadStages * (kAheadParts + 4) * 8;
+inline constexpr uint32_t kAheadShared = kAheadCursor + 32;
+static_assert(kAheadShared <= 227 << 10);
+
 // mla_sparse's: instead of mla_decode's factors, factors and largest scores of a step's rows;
 // behind the rest, two parts of the rows' sums, and which keys of a stage count.
 inline constexpr int kSparseExchange = kMlaFactors;
@@ -86,6 +99,7 @@ struct MlaDecodeArgs {
   int row_groups;    // of mla_combine's threads: how many share a row
   bool pair;         // blocks of a lane are clusters of two, which load keys for each other
   bool by_sequence;  // entries of `shared`; by lane otherwise
+  bool ahead;        // scores are made a step ahead
   float scale;       // of raw scores, to powers of 2
 };
 
@@ -130,6 +144,7 @@ struct MlaCacheKernel {
 };
 
 const MlaDecodeKernel* mla_decode_kernels(int* count);
+const MlaDecodeKernel* mla_ahead_kernels(int* count);
 const MlaDecodeKernel* mla_sparse_kernels(int* count);
 const MlaCombineKernel* mla_combine_kernels(int* count);
 const MlaCacheKernel* mla_cache_kernels(int* count);

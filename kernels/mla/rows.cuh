@@ -16,12 +16,12 @@
 
 namespace tiercel {
 
-// The rows of the queries, zeros behind the last, by the threads of both warpgroups.
-__device__ __forceinline__ void load_queries(const MlaDecodeArgs& args, int b, int row_block,
-                                             const Memory& memory) {
+// Starts copies of the rows of the queries, zeros behind the last, by the threads of both
+// warpgroups. Those before have been multiplied.
+__device__ __forceinline__ void start_queries(const MlaDecodeArgs& args, int b, int row_block,
+                                              const Memory& memory) {
   constexpr int kChunks = kMlaKey * 2 / 16;  // of a row
   const int thread = threadIdx.x % 32;
-  named_sync<kConsumers>(kQueries);  // the first warpgroup has multiplied those before
   for (int row = threadIdx.x / 32; row < kMlaRows; row += kConsumers / 32) {
     const int at = row_block * kMlaRows + row;
     const bool real = at < args.rows;
@@ -40,9 +40,45 @@ __device__ __forceinline__ void load_queries(const MlaDecodeArgs& args, int b, i
     }
   }
   async_copy_commit();
+}
+
+// Returns when the copies of both warpgroups are there.
+__device__ __forceinline__ void wait_queries() {
   async_copy_wait<0>();
   proxy_fence();
   named_sync<kConsumers>(kQueries);
+}
+
+__device__ __forceinline__ void load_queries(const MlaDecodeArgs& args, int b, int row_block,
+                                             const Memory& memory) {
+  named_sync<kConsumers>(kQueries);  // the first warpgroup has multiplied those before
+  start_queries(args, b, row_block, memory);
+  wait_queries();
+}
+
+// Zeros in the values behind the sequence's end, which may be NaN in memory: their probabilities
+// are 0. By the threads of one warpgroup, in its half.
+__device__ __forceinline__ void clear_tail(uint32_t values, int first, int barrier) {
+  constexpr int kChunks = kHalfBlocks * 8;  // of 16 bytes, of a row
+  for (int at = threadIdx.x % 128; at < (kMlaStep - first) * kChunks; at += 128) {
+    const int row = first + at / kChunks, chunk = at % kChunks;
+    const uint32_t to = values + chunk / 8 * kMlaBlock + row * kMlaColumns + chunk % 8 * 16;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+  proxy_fence();
+  named_sync<128>(barrier);
+}
+
+// Scores of keys that a row does not see become minus infinity.
+__device__ __forceinline__ void mask_scores(float (&s)[32], int first, int end, int other_end) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = first + 8 * j + i % 2;
+      if (key >= (i < 2 ? end : other_end)) s[4 * j + i] = -INFINITY;
+    }
+  }
 }
 
 // Starts o += probabilities * values, for 64 keys.
@@ -125,12 +161,13 @@ template <bool kBFloat16>
 __device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memory,
                                               const Ring& ring) {
   const int stage = ring.stage();
+  const uint64_t queries = rows_descriptor(memory.queries());
+  const uint64_t keys = rows_descriptor(memory.keys(stage));
   const auto multiply = [&](int block, bool add) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32_t offset = block * kMlaBlock + k * 32;
-      wgmma_64<kBFloat16>(s, rows_descriptor(memory.queries() + offset),
-                          rows_descriptor(memory.keys(stage) + offset), add || k > 0);
+      const uint64_t offset = (block * kMlaBlock + k * 32) >> 4;
+      wgmma_64<kBFloat16>(s, queries + offset, keys + offset, add || k > 0);
     }
   };
   mbarrier_wait(memory.full(0, stage), ring.parity());

@@ -78,12 +78,15 @@ struct Share {
 
   // The next sequence; false behind the last.
   __device__ __forceinline__ bool next(const MlaDecodeArgs& args) {
-    if (origin + last >= end) return false;
+    if (!more()) return false;
     origin += steps();
     ++b;
     enter(args);
     return true;
   }
+
+  // True if next() has one.
+  __device__ __forceinline__ bool more() const { return origin + last < end; }
 
   // How many steps the sequence has.
   __device__ __forceinline__ int steps() const { return steps_of(length); }
@@ -136,12 +139,16 @@ __device__ __forceinline__ float log_of_sum(float largest, float sum) {
   return (largest + log2f(sum)) * kLn2;
 }
 
-__device__ __forceinline__ void store_lse(const MlaDecodeArgs& args, int b, int row, float largest,
-                                          float sum) {
+__device__ __forceinline__ void store_lse(const MlaDecodeArgs& args, int b, int query, int head,
+                                          float largest, float sum) {
   if (args.lse == nullptr) return;
-  const int query = row / args.heads, head = row % args.heads;
   args.lse[(static_cast<int64_t>(b) * args.heads + head) * args.queries + query] =
       log_of_sum(largest, sum);
+}
+
+__device__ __forceinline__ void store_lse(const MlaDecodeArgs& args, int b, int row, float largest,
+                                          float sum) {
+  store_lse(args, b, row / args.heads, row % args.heads, largest, sum);
 }
 
 __device__ __forceinline__ char* out_row(const MlaDecodeArgs& args, int b, int row) {

@@ -143,7 +143,7 @@ constexpr Function kFunctions[] = {
      "The operator: gets the workspace that it needs, fills `out` and `lse`.", "None",
      Describe<kRun>},
     PlanOf<kRun, mla_decode_plan, kPlan>("mla_decode_plan"),
-    LoadOf<mla_decode_kernels, mla_combine_kernels>("mla_decode_load"),
+    LoadOf<mla_decode_kernels, mla_ahead_kernels, mla_combine_kernels>("mla_decode_load"),
     LaunchOf<kSparseLaunch, mla_sparse_attention>(
         "mla_sparse_attention",
         "Launches the kernels on the current stream, fills `out` and, unless it is None, `lse`, "
