@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -202,7 +203,7 @@ struct TilesLaunch {
   W4Float8Args args{};
   const Kernel* kernel = nullptr;
   bool float8 = false;
-  int tokens = 0, rows = 0;  // of a block
+  int tokens = 0;  // of a block
   LaunchConfig config;
 };
 
@@ -212,20 +213,24 @@ struct StepTime {
   double both;
 };
 
+// Blocks that run at once, one per multiprocessor, in clusters of each size: one runs within a GPC,
+// and GPCs have 14 to 18 multiprocessors.
+constexpr int kMaxSplit = 8;
+constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 120, 120, 110, 114, 112, 112};
+
 // Estimated cycles of a launch; they fit what the kernels took on an H200 at N = 4096 and 14336,
 // K = 4096.
 double estimate(StepTime step, int tokens, int together, int64_t blocks, int64_t steps,
                 int cluster) {
-  const int64_t room = cluster_places(cluster);
+  const int64_t room = kPlaces[cluster];
   const int64_t waves = ceil_div(blocks, room * together);
   const double time = blocks > room && together == 2 ? step.both : step.alone;
-  const double ends = 3000 + tokens * (cluster > 1 ? 78 : 8);  // split K is added up
+  const double ends = 3000 + tokens * (cluster > 1 ? 40 : 8);  // split K is added up
   return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * time + ends);
 }
 
 StepTime step_time(const W4TilesKernel& tiles) {
-  const double alone = tiles.tokens <= 64 ? 2700 : tiles.tokens == 128 ? 2050 : 2850;
-  return {alone, tiles.tokens <= 32 ? 3150.0 : 3500.0};
+  return {tiles.tokens == 256 ? 2400.0 : 700 + tiles.tokens * 5.0, 0};
 }
 
 StepTime step_time(const W4Float8Kernel& kernel) {
@@ -233,6 +238,9 @@ StepTime step_time(const W4Float8Kernel& kernel) {
   if (kernel.tokens == 32) return {1000 + scaling / 2, 1300 + scaling / 2};
   return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0};
 }
+
+int groups_of(const W4TilesKernel& kernel) { return kernel.groups; }
+int groups_of(const W4Float8Kernel&) { return 1; }
 
 // A kernel for tiles, and how many blocks split K.
 template <typename KernelOf>
@@ -251,10 +259,10 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
     const int64_t tiles =
-        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, one.rows);
-    for (int split : {1, 2, 4, 8}) {
+        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, kW4Rows);
+    for (int split = 1; split <= kMaxSplit; ++split) {
       const bool given = call.tiles.has_value();
-      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != one.rows ||
+      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows ||
                     call.tiles->cluster != split)) {
         continue;
       }
@@ -286,18 +294,19 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
   args.k = static_cast<int>(problem.k);
   args.token_tiles = static_cast<int>(ceil_div(problem.tokens, chosen.tokens));
   args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
+  const char* rotate = std::getenv("TIERCEL_W4_ROTATE");
+  args.rotate = rotate != nullptr && !launch->float8 ? std::atoi(rotate) : 0;
   launch->kernel = &chosen.kernel;
   launch->tokens = chosen.tokens;
-  launch->rows = chosen.rows;
   launch->config.grid.x = static_cast<uint32_t>(choice.grid);
-  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together));
+  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together, groups_of(chosen)));
   launch->config.cluster.x = static_cast<uint32_t>(choice.cluster);
   launch->config.dependent = true;
   const int value_bytes = launch->float8 ? 1 : 2;
+  const bool parts = choice.cluster > 1 || call.activation != W4Activation::kNone;
   launch->config.dynamic_smem = static_cast<uint32_t>(
-      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, chosen.rows, value_bytes),
-               w4_result_bytes(chosen.tokens, chosen.rows,
-                               choice.cluster > 1 || call.activation != W4Activation::kNone)));
+      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, value_bytes),
+               w4_result_bytes(chosen.tokens, groups_of(chosen), choice.cluster, parts)));
   return Status();
 }
 
@@ -339,11 +348,12 @@ Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
   W4TilesArgs& args = launch->args.tile;
   if (args.k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const auto rows = static_cast<uint32_t>(launch->rows);
   const auto tokens = static_cast<uint32_t>(launch->tokens);
+  const char* promote = std::getenv("TIERCEL_W4_PROMOTE");
+  const auto promotion = static_cast<CUtensorMapL2promotion>(promote != nullptr ? std::atoi(promote) : 2);
   const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
   TIERCEL_RETURN_IF_ERROR(
-      encode_tensor_map({2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
+      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, promotion}, *call.weight,
                         call.op, "weight", &args.weight_map));
   return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
                            call.op, "x", &args.x_map);
@@ -406,7 +416,7 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
              cluster,
              1,
              static_cast<int>(ceil_div(launch.tiles.args.tile.steps, cluster)),
-             launch.tiles.rows,
+             kW4Rows,
              launch.tiles.tokens,
              config.grid.x,
              config.block.x,
