@@ -43,6 +43,8 @@ struct W4Tile {
   static constexpr int kPairs = kTokens / 16;  // of matrices of 8 tokens
   static constexpr int kDealt = w4_dealt_registers(kTogether_, kGroups);
   static_assert(kGroups <= 2 && kPairs % kGroups == 0);
+  // A stage always has the same group: it could take the phase before another's for its own.
+  static_assert(kStages % kGroups == 0);
 };
 
 // A block's tile and its share of K.

@@ -171,9 +171,9 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
 
 #define TIERCEL_TILES_OF(floats, bfloat16, name)           \
   TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 1, name),     \
-      TIERCEL_TILES(floats, bfloat16, 64, 2, 9, 1, name),  \
-      TIERCEL_TILES(floats, bfloat16, 96, 2, 7, 1, name),  \
-      TIERCEL_TILES(floats, bfloat16, 128, 2, 5, 1, name), \
+      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 1, name),  \
+      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 1, name),  \
+      TIERCEL_TILES(floats, bfloat16, 128, 2, 4, 1, name), \
       TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 1, name)
 
 const W4TilesKernel kKernels[] = {TIERCEL_TILES_OF(true, true, "e2m1, bfloat16"),
