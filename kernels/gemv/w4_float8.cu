@@ -100,25 +100,24 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
   constexpr int kPerGroup = kGroup / kChunk;         // products between two scalings
   constexpr int kInFlight = kPerGroup == 1 ? 1 : 2;  // with the one before
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t filled[kStages], freed[kStages];
+  __shared__ W4Barriers<Shape> barriers;
   __shared__ float x_scales[kTokens];
   __shared__ __align__(16) uint8_t tables[kFloats ? 64 : 256];
   const W4TilesArgs& tile_args = args.tile;
   const W4Scales& all = tile_args.scales;
   const W4Share share(tile_args, kTokens);
   const int first = share.first, last = share.last;
-  if (threadIdx.x == 0) init_stages<Shape>(filled, freed);
   if constexpr (kFloats) {
     if (threadIdx.x < 64) write_small_magnitudes(tables, threadIdx.x);
   } else if (threadIdx.x < 256) {
     write_number(tables, threadIdx.x / 16, threadIdx.x % 16);
   }
-  __syncthreads();
+  barriers.init(share);
   grid_dependency_launch();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (warp >= kW4Consumers / 32) {
-    run_loader<Shape>(tile_args, share, shared, filled, freed);
+    run_loader<Shape>(tile_args, share, shared, barriers);
     return;
   }
   take_registers<Shape>();
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
     load_bits(first);
     take_bits();
     load_bits(min(first + 1, last - 1));
-    mbarrier_wait(filled, 0);
+    mbarrier_wait(barriers.filled, 0);
     load_words(0, 0);
     decode_chunk(0);
     load_words(0, 1);
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
               wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, args.float16_scales);
         }
       }
-      if (chunk == kChunks - 2) mbarrier_wait(filled + next_stage, next_parity);
+      if (chunk == kChunks - 2) mbarrier_wait(barriers.filled + next_stage, next_parity);
       if (chunk == kChunks - 1) take_bits();
       wgmma_wait<kInFlight>();
       // Words are loaded one chunk ahead of their use.
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
       wgmma_wait<0>();
       wgmma_settle(sums);
     }
-    if (lane == 0) mbarrier_arrive(freed + stage);
+    if (lane == 0) mbarrier_arrive(barriers.freed + stage);
     stage = next_stage, parity = next_parity;
   }
 
@@ -301,7 +300,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
   const auto finish = [&](float sum, int token, float bias) {
     return fmaf(sum * my_scales[token], factor, bias);
   };
-  finish_tile<Shape, BFloat16>(tile_args, share, shared, sums, my_row, finish);
+  finish_tile<Shape, BFloat16>(tile_args, shared, barriers, sums, my_row, finish);
 }
 
 #define TIERCEL_FLOAT8(floats, tokens, stages, together, group, name)                        \

@@ -216,17 +216,17 @@ struct StepTime {
 // Blocks that run at once, one per multiprocessor, in clusters of each size: one runs within a GPC,
 // and GPCs have 14 to 18 multiprocessors.
 constexpr int kMaxSplit = 8;
-constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 120, 120, 110, 114, 112, 112};
+constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 111, 120, 110, 108, 105, 112};
 
 // Estimated cycles of a launch; they fit what the kernels took on an H200 at N = 4096 and 14336,
 // K = 4096.
 double estimate(StepTime step, int tokens, int together, int64_t blocks, int64_t steps,
-                int cluster) {
-  const int64_t room = kPlaces[cluster];
+                int split) {
+  const int64_t room = kPlaces[split];
   const int64_t waves = ceil_div(blocks, room * together);
   const double time = blocks > room && together == 2 ? step.both : step.alone;
-  const double ends = 3000 + tokens * (cluster > 1 ? 40 : 8);  // split K is added up
-  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * time + ends);
+  const double ends = 3000 + tokens * (split > 1 ? 40 : 8);  // split K is added up
+  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, split)) * time + ends);
 }
 
 StepTime step_time(const W4TilesKernel& tiles) {
@@ -241,13 +241,15 @@ StepTime step_time(const W4Float8Kernel& kernel) {
 
 int groups_of(const W4TilesKernel& kernel) { return kernel.groups; }
 int groups_of(const W4Float8Kernel&) { return 1; }
+int variant_of(const W4TilesKernel& kernel) { return kernel.variant; }
+int variant_of(const W4Float8Kernel&) { return 0; }
 
 // A kernel for tiles, and how many blocks split K.
 template <typename KernelOf>
 struct TilesChoice {
   const KernelOf* kernel = nullptr;
   int64_t grid = 0;
-  int cluster = 1;
+  int split = 1;  // shares of K
 };
 
 // The fastest by the estimate among those that fit(kernel), or what the call asks for.
@@ -256,17 +258,15 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
                               const Problem& problem, int64_t steps, const Fits& fits) {
   TilesChoice<KernelOf> choice;
   double least = std::numeric_limits<double>::infinity();
+  const bool given = call.tiles.has_value();
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
-    const int64_t tiles =
-        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, kW4Rows);
+    if (given && call.tiles->rows != kW4Rows) continue;
+    if (given ? call.tiles->tokens != one.tokens + variant_of(one) : variant_of(one) != 0) continue;
+    const int64_t token_tiles = ceil_div(problem.tokens, one.tokens);
+    const int64_t tiles = token_tiles * ceil_div(problem.features, kW4Rows);
     for (int split = 1; split <= kMaxSplit; ++split) {
-      const bool given = call.tiles.has_value();
-      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows ||
-                    call.tiles->cluster != split)) {
-        continue;
-      }
-      if (!given && split > std::max(int64_t{1}, steps)) continue;
+      if (given ? call.tiles->cluster != split : split > std::max(int64_t{1}, steps)) continue;
       const double time =
           estimate(step_time(one), one.tokens, one.together, tiles * split, steps, split);
       if (time >= least) continue;
@@ -294,19 +294,19 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
   args.k = static_cast<int>(problem.k);
   args.token_tiles = static_cast<int>(ceil_div(problem.tokens, chosen.tokens));
   args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
-  const char* rotate = std::getenv("TIERCEL_W4_ROTATE");
-  args.rotate = rotate != nullptr && !launch->float8 ? std::atoi(rotate) : 0;
+  const char* prefetch = std::getenv("TIERCEL_W4_SCALES");
+  args.prefetch_scales = prefetch == nullptr || prefetch[0] == '1';
   launch->kernel = &chosen.kernel;
   launch->tokens = chosen.tokens;
   launch->config.grid.x = static_cast<uint32_t>(choice.grid);
   launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together, groups_of(chosen)));
-  launch->config.cluster.x = static_cast<uint32_t>(choice.cluster);
+  launch->config.cluster.x = static_cast<uint32_t>(choice.split);
   launch->config.dependent = true;
   const int value_bytes = launch->float8 ? 1 : 2;
-  const bool parts = choice.cluster > 1 || call.activation != W4Activation::kNone;
+  const bool parts = choice.split > 1 || call.activation != W4Activation::kNone;
   launch->config.dynamic_smem = static_cast<uint32_t>(
       std::max(chosen.stages * w4_stage_bytes(chosen.tokens, value_bytes),
-               w4_result_bytes(chosen.tokens, groups_of(chosen), choice.cluster, parts)));
+               w4_result_bytes(chosen.tokens, groups_of(chosen), choice.split, parts)));
   return Status();
 }
 
@@ -349,11 +349,9 @@ Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
   if (args.k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const auto tokens = static_cast<uint32_t>(launch->tokens);
-  const char* promote = std::getenv("TIERCEL_W4_PROMOTE");
-  const auto promotion = static_cast<CUtensorMapL2promotion>(promote != nullptr ? std::atoi(promote) : 2);
   const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
   TIERCEL_RETURN_IF_ERROR(
-      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, promotion}, *call.weight,
+      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
                         call.op, "weight", &args.weight_map));
   return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
                            call.op, "x", &args.x_map);
@@ -412,10 +410,11 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
   if (launch.tiles.kernel != nullptr) {
     const LaunchConfig& config = launch.tiles.config;
     const auto cluster = static_cast<int>(config.cluster.x);
+    const W4TilesArgs& args = launch.tiles.args.tile;
     *plan = {launch.tiles.kernel->name(),
              cluster,
              1,
-             static_cast<int>(ceil_div(launch.tiles.args.tile.steps, cluster)),
+             static_cast<int>(ceil_div(args.steps, cluster)),
              kW4Rows,
              launch.tiles.tokens,
              config.grid.x,

@@ -47,12 +47,11 @@ struct W4Tile {
   static_assert(kStages % kGroups == 0);
 };
 
-// A block's tile and its share of K.
+// A block's tile and its share of K, which the blocks of a cluster split.
 struct W4Share {
   int blocks, rank;
   int first_token, first_row;
   int first, last;  // steps
-  int offset;
 
   __device__ __forceinline__ W4Share(const W4TilesArgs& args, int tokens)
       : blocks(cluster_blocks()), rank(cluster_rank()) {
@@ -62,12 +61,28 @@ struct W4Share {
     const int share = (args.steps + blocks - 1) / blocks;
     first = min(rank * share, args.steps);
     last = min(first + share, args.steps);
-    offset = args.rotate != 0 && last > first ? tile * args.rotate % (last - first) : 0;
   }
+};
 
-  __device__ __forceinline__ int place(int step) const {
-    const int at = step + offset;
-    return at < last ? at : at - (last - first);
+// The barriers of a block's stages, and that of the sums that other blocks send.
+template <typename Shape>
+struct W4Barriers {
+  uint64_t filled[Shape::kStages], freed[Shape::kStages];
+  uint64_t received;
+
+  // All threads call this.
+  __device__ __forceinline__ void init(const W4Share& share) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < Shape::kStages; ++s) {
+        mbarrier_init(filled + s, 1);
+        mbarrier_init(freed + s, kW4Consumers / 32);
+      }
+      mbarrier_init(&received, 1);
+      mbarrier_init_fence();
+      const int pairs = (Shape::kPairs - share.rank + share.blocks - 1) / share.blocks;
+      if (share.blocks > 1) mbarrier_expect(&received, share.blocks * pairs * kW4PartBytes);
+    }
+    __syncthreads();
   }
 };
 
@@ -79,68 +94,66 @@ __device__ __forceinline__ void take_registers() {
   }
 }
 
-// Sets the barriers of the stages up; one thread does.
-template <typename Shape>
-__device__ __forceinline__ void init_stages(uint64_t* filled, uint64_t* freed) {
-  for (int s = 0; s < Shape::kStages; ++s) {
-    mbarrier_init(filled + s, 1);
-    mbarrier_init(freed + s, kW4Consumers / 32);
-  }
-  mbarrier_init_fence();
-}
-
 // Loads the share's steps; one thread does.
 template <typename Shape>
 __device__ __forceinline__ void load_stages(const W4TilesArgs& args, const W4Share& share,
-                                            char* shared, uint64_t* filled, uint64_t* freed) {
-  const int first = share.first, last = share.last;
-  const int row = share.first_row, token = share.first_token;
-  constexpr int kStages = Shape::kStages, kBoxes = Shape::kXBoxes;
+                                            char* shared, W4Barriers<Shape>& barriers) {
+  constexpr int kBoxes = Shape::kXBoxes;
   constexpr int kRowBytes = kW4Step / 2;
+  const int first = share.first, last = share.last;
   map_prefetch(&args.weight_map);
   map_prefetch(&args.x_map);
-  for (int i = first; i < min(first + kStages, last); ++i) {
-    box_prefetch(&args.weight_map, share.place(i) * kRowBytes, row);
+#pragma unroll 1
+  for (int i = first; i < min(first + Shape::kStages, last); ++i) {
+    box_prefetch(&args.weight_map, i * kRowBytes, share.first_row);
   }
   grid_dependency_wait();
+  int stage = 0;
+  uint32_t parity = 1;
+#pragma unroll 1  // the loader has few registers
   for (int i = first; i < last; ++i) {
-    const int turn = i - first, stage = turn % kStages;
-    if (turn >= kStages) mbarrier_wait(freed + stage, turn / kStages + 1 & 1);
+    mbarrier_wait(barriers.freed + stage, parity);  // at once, the first time
+    uint64_t* const filled = barriers.filled + stage;
     char* const to = shared + stage * Shape::kStageBytes;
-    mbarrier_expect(filled + stage, Shape::kStageBytes);
+    mbarrier_expect(filled, Shape::kStageBytes);
+    box_load(to + Shape::kXBytes, &args.weight_map, i * kRowBytes, share.first_row, filled);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       box_load(to + box * (Shape::kXBytes / kBoxes), &args.x_map,
-               share.place(i) * kW4Step + box * (kW4Step / kBoxes), token, filled + stage);
+               i * kW4Step + box * (kW4Step / kBoxes), share.first_token, filled);
     }
-    box_load(to + Shape::kXBytes, &args.weight_map, share.place(i) * kRowBytes, row, filled + stage);
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
   }
+}
+
+// Joins the cluster's barrier by which finish_tile() knows that no block reads its stages any more.
+// All reads were used, so that no memory has to be made visible.
+__device__ __forceinline__ void stages_were_read() {
+  cluster_arrive_relaxed();
+  cluster_wait();
 }
 
 // All that the threads behind those that multiply do.
 template <typename Shape>
 __device__ __forceinline__ void run_loader(const W4TilesArgs& args, const W4Share& share,
-                                           char* shared, uint64_t* filled, uint64_t* freed) {
+                                           char* shared, W4Barriers<Shape>& barriers) {
   if (Shape::kDealt > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-  if (threadIdx.x == Shape::kConsumers) load_stages<Shape>(args, share, shared, filled, freed);
+  if (threadIdx.x == Shape::kConsumers) load_stages<Shape>(args, share, shared, barriers);
   __syncwarp();
-  if (share.blocks > 1) {
-    cluster_arrive();
-    cluster_wait();
-    cluster_arrive();
-    cluster_wait();
-  }
+  if (share.blocks > 1) stages_were_read();
 }
 
 // Adds up the sums of a block's groups and of a cluster's blocks, both in order, and stores the
 // tile. finish(sum, token, bias) is the result of a sum before the activation; token 0 is that of
 // the lane's first sum.
 template <typename Shape, typename Format, typename Finish>
-__device__ __forceinline__ void finish_tile(const W4TilesArgs& args, const W4Share& share,
-                                            char* shared, float (&sums)[Shape::kTokens / 2],
-                                            int my_row, const Finish& finish) {
+__device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* shared,
+                                            W4Barriers<Shape>& barriers,
+                                            float (&sums)[Shape::kTokens / 2], int my_row,
+                                            const Finish& finish) {
   constexpr int kPairs = Shape::kPairs, kGroups = Shape::kGroups;
   constexpr int kMine = kPairs / kGroups;  // pairs that a thread keeps
+  const W4Share share(args, Shape::kTokens);  // again, for want of registers
   const int blocks = share.blocks, rank = share.rank;
   const int lane = threadIdx.x % 32, place = threadIdx.x % kW4Consumers;
   const int group = threadIdx.x / kW4Consumers;
@@ -189,6 +202,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, const W4Sha
     const int feature = my_row - lane / 4 + lane / 8 % 2 * 8;
     store_turned(shared_address(results + token * kW4ResultRow + feature * 2), words);
   };
+  if (blocks > 1) stages_were_read();
   if (plain) {
 #pragma unroll
     for (int pair = 0; pair < kMine; ++pair) {
@@ -202,10 +216,6 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, const W4Sha
     }
   } else {
     // Block i adds up pairs i, i + blocks and so on: it is sent those sums.
-    if (blocks > 1) {
-      cluster_arrive();  // others read their stages no more
-      cluster_wait();
-    }
     float4* const part = reinterpret_cast<float4*>(parts) + place;
     int owner = first_pair % blocks, at = first_pair / blocks;
 #pragma unroll
@@ -217,7 +227,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, const W4Sha
       for (int i = 0; i < 2; ++i) {
         float4* const to = part + ((rank * places + at) * 2 + i) * kW4Consumers;
         if (blocks > 1) {
-          store_remote(to, owner, halves[i]);
+          send_remote(to, &barriers.received, owner, halves[i]);
         } else {
           *to = halves[i];
         }
@@ -225,8 +235,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, const W4Sha
       if (++owner == blocks) owner = 0, ++at;
     }
     if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
+      mbarrier_wait_cluster(&barriers.received, 0);
     } else {
       consumers_sync<Shape>();
     }

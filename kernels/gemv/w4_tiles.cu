@@ -31,23 +31,39 @@ namespace {
 
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 
-template <bool kFloats, bool kBFloat16, int kTokens, int kGroups, int kStages, int kTogether>
+// A hint to bring the rows' scales to L2; any 4 threads of neighbouring rows share one's lines.
+__device__ __forceinline__ void prefetch_scales(const W4TilesArgs& args, const W4Share& share) {
+  const int thread = threadIdx.x % kW4Consumers, group = threadIdx.x / kW4Consumers;
+  const int row = share.first_row + thread / 2;
+  const int bytes = args.scales.format == W4Format::kInt4 ? 2 : 1;
+  const int first = (share.first * kW4Step >> args.scales.group_shift) * bytes;
+  const int last = (min(share.last * kW4Step, args.k) >> args.scales.group_shift) * bytes;
+  if (row >= args.features || group > 0) return;
+  for (int at = first + thread % 2 * 128; at < last; at += 256) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(args.scales.scale + row * args.scales.scale_row + at));
+  }
+}
+
+template <bool kFloats, bool kBFloat16, int kTokens, int kGroups, int kStages, int kTogether,
+          int kBuffers>
 __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
     w4_tiles(const __grid_constant__ W4TilesArgs args) {
   using Shape = W4Tile<kTokens, kGroups, kStages, kTogether, 2>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
+  // With the registers, words are loaded one chunk ahead of their use.
+  constexpr bool kAhead = kBuffers == 4;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t filled[kStages], freed[kStages];
+  __shared__ W4Barriers<Shape> barriers;
   const W4Share share(args, kTokens);
-  if (threadIdx.x == 0) init_stages<Shape>(filled, freed);
-  __syncthreads();
+  barriers.init(share);
   grid_dependency_launch();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= Shape::kConsumers / 32) {
-    run_loader<Shape>(args, share, shared, filled, freed);
+    run_loader<Shape>(args, share, shared, barriers);
     return;
   }
   take_registers<Shape>();
+  if (args.prefetch_scales) prefetch_scales(args, share);
 
   grid_dependency_wait();
   const int lane = threadIdx.x % 32;
@@ -75,7 +91,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       load_scales<kFloats>(bits[half], args.scales, args.scales.scale, args.scales.zero,
-                           scale_rows[half], zero_rows[half], share.place(min(step, share.last - 1)) * kW4Step,
+                           scale_rows[half], zero_rows[half], min(step, share.last - 1) * kW4Step,
                            args.k);
     }
   };
@@ -86,20 +102,27 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
       unpack_scales<kFloats, kBFloat16>(scales[half], bits[half], args.scales);
     }
   };
-  uint32_t a[2][2][4];
-  // The `chunk`th 32 values of K of a stage, to the buffer of its parity.
-  const auto decode_chunk = [&](int stage, int chunk) {
+  uint4 words[2];  // of the rows, loaded before the products of the chunk before are awaited
+  const auto load_words = [&](int stage, int chunk) {
     const char* const from = weights + stage * Shape::kStageBytes + (chunk * 16 ^ swizzle);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 v = *reinterpret_cast<const uint4*>(from + half * 8 * kRowBytes);
+      words[half] = *reinterpret_cast<const uint4*>(from + half * 8 * kRowBytes);
+    }
+  };
+  uint32_t a[kBuffers][2][4];
+  // Decodes the words of the `chunk`th 32 values of K.
+  const auto decode_chunk = [&](int chunk) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = words[half];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t pairs[2];
         decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice);
         scale_pairs<kFloats, kBFloat16>(pairs, scales[half], chunk * 2 + i);
-        a[chunk % 2][i][half] = pairs[0];
-        a[chunk % 2][i][half + 2] = pairs[1];
+        a[chunk % kBuffers][i][half] = pairs[0];
+        a[chunk % kBuffers][i][half + 2] = pairs[1];
       }
     }
   };
@@ -110,8 +133,10 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
     load_bits(step);
     unpack_bits();
     load_bits(step + kGroups);
-    mbarrier_wait(filled + stage, 0);
-    decode_chunk(stage, 0);
+    mbarrier_wait(barriers.filled + stage, 0);
+    load_words(stage, 0);
+    decode_chunk(0);
+    if (kAhead) load_words(stage, 1);
   }
   for (; step < share.last; step += kGroups) {
     const uint64_t x = tiles + stage * (Shape::kStageBytes >> 4);
@@ -130,53 +155,59 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
       for (int i = 0; i < 2; ++i) {
         const int place = chunk / 2 * (Shape::kXBytes / 2) + (chunk % 2 * 2 + i) * 32;
         if constexpr (kTokens == 96) {
-          wgmma_96_from_registers<kBFloat16>(sums, a[chunk % 2][i], x + (place >> 4));
+          wgmma_96_from_registers<kBFloat16>(sums, a[chunk % kBuffers][i], x + (place >> 4));
         } else {
-          wgmma_from_registers<kBFloat16, false>(sums, a[chunk % 2][i], x + (place >> 4), true);
+          wgmma_from_registers<kBFloat16, false>(sums, a[chunk % kBuffers][i], x + (place >> 4), true);
         }
       }
       wgmma_commit();
-      if (chunk == 3) {
-        unpack_bits();
-        mbarrier_wait(filled + next_stage, next_parity);
-      }
-      wgmma_wait<1>();
-      decode_chunk(chunk < 3 ? stage : next_stage, (chunk + 1) % 4);
+      if (chunk == (kAhead ? 2 : 3)) mbarrier_wait(barriers.filled + next_stage, next_parity);
+      if (chunk == 3) unpack_bits();
+      wgmma_wait<kAhead ? 2 : 1>();
+      if (!kAhead) load_words(chunk < 3 ? stage : next_stage, (chunk + 1) % 4);
+      decode_chunk((chunk + 1) % 4);
+      if (kAhead) load_words(chunk < 2 ? stage : next_stage, (chunk + 2) % 4);
     }
     load_bits(step + 2 * kGroups);
     // The compiler runs products one by one if some are in flight at the loop's end.
     wgmma_wait<0>();
     wgmma_settle(sums);
-    if (lane == 0) mbarrier_arrive(freed + stage);
+    if (lane == 0) mbarrier_arrive(barriers.freed + stage);
     stage = next_stage, parity = next_parity;
   }
 
   float factor = missing_power<kBFloat16>(args.scales.format);
   if (args.epilogue.global_scale != nullptr) factor *= *args.epilogue.global_scale;
   const auto finish = [&](float sum, int, float bias) { return fmaf(sum, factor, bias); };
-  finish_tile<Shape, Format>(args, share, shared, sums, my_row, finish);
+  finish_tile<Shape, Format>(args, shared, barriers, sums, my_row, finish);
 }
 
-#define TIERCEL_TILES(floats, bfloat16, tokens, groups, stages, together, name)                     \
+#define TIERCEL_TILES(floats, bfloat16, tokens, groups, stages, together, buffers, variant, name)  \
   {tokens,                                                                                          \
    floats,                                                                                          \
    bfloat16,                                                                                        \
    groups,                                                                                          \
    together,                                                                                        \
    stages,                                                                                          \
+   variant, \
    Kernel(                                                                                          \
        "w4_tiles<" name ", tokens=" #tokens ">",                                                    \
-       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, groups, stages, together>), \
+       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, groups, stages, together, buffers>), \
        kW4MaxShared)}
 
 #define TIERCEL_TILES_OF(floats, bfloat16, name)           \
-  TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 1, name),     \
-      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 1, name),  \
-      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 1, name),  \
-      TIERCEL_TILES(floats, bfloat16, 128, 2, 4, 1, name), \
-      TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 1, name)
+  TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 1, 4, 0, name),     \
+      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 1, 4, 0, name),  \
+      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 1, 2, 0, name),  \
+      TIERCEL_TILES(floats, bfloat16, 128, 2, 4, 1, 2, 0, name), \
+      TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 1, 4, 0, name)
 
 const W4TilesKernel kKernels[] = {TIERCEL_TILES_OF(true, true, "e2m1, bfloat16"),
+      TIERCEL_TILES(true, true, 64, 2, 8, 1, 2, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 64, 1, 4, 2, 4, 2, "e2m1"),
+      TIERCEL_TILES(true, true, 96, 1, 6, 1, 4, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 128, 1, 5, 1, 4, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 256, 1, 3, 1, 2, 1, "e2m1"),
                                   TIERCEL_TILES_OF(false, true, "int4, bfloat16"),
                                   TIERCEL_TILES_OF(true, false, "e2m1, float16"),
                                   TIERCEL_TILES_OF(false, false, "int4, float16")};

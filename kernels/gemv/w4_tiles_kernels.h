@@ -23,7 +23,7 @@ struct W4TilesArgs {
   int k;
   int token_tiles;
   int steps;  // of kW4Step values of K, all blocks of a cluster together
-  int rotate;
+  int prefetch_scales;
 };
 
 inline constexpr int kW4Step = 128;       // values of K, a stage
@@ -49,6 +49,7 @@ struct W4TilesKernel {
   int groups;    // of threads, which take stages in turn
   int together;  // blocks per multiprocessor
   int stages;
+  int variant;
   Kernel kernel;
 };
 
