@@ -28,7 +28,6 @@
 namespace tiercel {
 namespace {
 
-constexpr int kRows = 128;              // of the weight, a block
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 constexpr int kChunk = 32;              // values of K, a product
 constexpr int kChunks = kW4Step / kChunk;
@@ -93,9 +92,9 @@ struct RowScales {
 };
 
 template <bool kFloats, int kTokens, int kStages, int kTogether, int kGroup>
-__global__ void __launch_bounds__(w4_threads(kRows, 1, kTogether), kTogether)
+__global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
     w4_float8(const __grid_constant__ W4Float8Args args) {
-  using Shape = W4Tile<kTokens, kRows, 1, kStages, kTogether, 1>;
+  using Shape = W4Tile<kTokens, 1, kStages, kTogether, 1>;
   using Scales = RowScales<kFloats, kGroup>;
   constexpr bool kHold = kTogether == 1;
   constexpr int kPerGroup = kGroup / kChunk;         // products between two scalings
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(w4_threads(kRows, 1, kTogether), kTogether)
   __shared__ __align__(16) uint8_t tables[kFloats ? 64 : 256];
   const W4TilesArgs& tile_args = args.tile;
   const W4Scales& all = tile_args.scales;
-  const W4Share share(tile_args, kTokens, kRows);
+  const W4Share share(tile_args, kTokens);
   const int first = share.first, last = share.last;
   if constexpr (kFloats) {
     if (threadIdx.x < 64) write_small_magnitudes(tables, threadIdx.x);
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(w4_threads(kRows, 1, kTogether), kTogether)
   grid_dependency_launch();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
-  if (warp >= Shape::kConsumers / 32) {
+  if (warp >= kW4Consumers / 32) {
     run_loader<Shape>(tile_args, share, shared, barriers);
     return;
   }
@@ -306,7 +305,6 @@ __global__ void __launch_bounds__(w4_threads(kRows, 1, kTogether), kTogether)
 
 #define TIERCEL_FLOAT8(floats, tokens, stages, together, group, name)                        \
   {tokens,                                                                                   \
-   kRows,                                                                                    \
    floats,                                                                                   \
    group,                                                                                    \
    together,                                                                                 \

@@ -203,7 +203,7 @@ struct TilesLaunch {
   W4Float8Args args{};
   const Kernel* kernel = nullptr;
   bool float8 = false;
-  int tokens = 0, rows = 0;  // of a block
+  int tokens = 0;  // of a block
   LaunchConfig config;
 };
 
@@ -230,7 +230,7 @@ double estimate(StepTime step, int tokens, int together, int64_t blocks, int64_t
 }
 
 StepTime step_time(const W4TilesKernel& tiles) {
-  return {(tiles.tokens == 256 ? 2400.0 : 700 + tiles.tokens * 5.0) * (tiles.rows == 64 ? 0.55 : 1.0), 0};
+  return {tiles.tokens == 256 ? 2400.0 : 700 + tiles.tokens * 5.0, 0};
 }
 
 StepTime step_time(const W4Float8Kernel& kernel) {
@@ -261,10 +261,10 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
   const bool given = call.tiles.has_value();
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
-    if (given && call.tiles->rows != one.rows) continue;
+    if (given && call.tiles->rows != kW4Rows) continue;
     if (given ? call.tiles->tokens != one.tokens + variant_of(one) : variant_of(one) != 0) continue;
     const int64_t token_tiles = ceil_div(problem.tokens, one.tokens);
-    const int64_t tiles = token_tiles * ceil_div(problem.features, one.rows);
+    const int64_t tiles = token_tiles * ceil_div(problem.features, kW4Rows);
     for (int split = 1; split <= kMaxSplit; ++split) {
       if (given ? call.tiles->cluster != split : split > std::max(int64_t{1}, steps)) continue;
       const double time =
@@ -298,16 +298,15 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
   args.prefetch_scales = prefetch == nullptr || prefetch[0] == '1';
   launch->kernel = &chosen.kernel;
   launch->tokens = chosen.tokens;
-  launch->rows = chosen.rows;
   launch->config.grid.x = static_cast<uint32_t>(choice.grid);
-  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.rows, groups_of(chosen), chosen.together));
+  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together, groups_of(chosen)));
   launch->config.cluster.x = static_cast<uint32_t>(choice.split);
   launch->config.dependent = true;
   const int value_bytes = launch->float8 ? 1 : 2;
   const bool parts = choice.split > 1 || call.activation != W4Activation::kNone;
   launch->config.dynamic_smem = static_cast<uint32_t>(
-      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, chosen.rows, value_bytes),
-               w4_result_bytes(chosen.tokens, chosen.rows, groups_of(chosen), choice.split, parts)));
+      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, value_bytes),
+               w4_result_bytes(chosen.tokens, groups_of(chosen), choice.split, parts)));
   return Status();
 }
 
@@ -349,11 +348,10 @@ Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
   W4TilesArgs& args = launch->args.tile;
   if (args.k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const auto rows = static_cast<uint32_t>(launch->rows);
   const auto tokens = static_cast<uint32_t>(launch->tokens);
   const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
   TIERCEL_RETURN_IF_ERROR(
-      encode_tensor_map({2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
+      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
                         call.op, "weight", &args.weight_map));
   return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
                            call.op, "x", &args.x_map);
@@ -417,7 +415,7 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
              cluster,
              1,
              static_cast<int>(ceil_div(args.steps, cluster)),
-             launch.tiles.rows,
+             kW4Rows,
              launch.tiles.tokens,
              config.grid.x,
              config.block.x,

@@ -28,24 +28,21 @@ __device__ __forceinline__ void store_turned(uint32_t place, const uint32_t (&wo
       : "memory");
 }
 
-// A block's tile and stages; kValueBytes are those of a value of x. kGroups_ groups of warps take
-// the stages in turn; each warp has 16 rows.
-template <int kTokens_, int kRows_, int kGroups_, int kStages_, int kTogether_, int kValueBytes>
+// A block's tile and stages; kValueBytes are those of a value of x. kGroups_ groups of
+// kW4Consumers threads take the stages in turn.
+template <int kTokens_, int kGroups_, int kStages_, int kTogether_, int kValueBytes>
 struct W4Tile {
   static constexpr int kTokens = kTokens_;
-  static constexpr int kRows = kRows_;
   static constexpr int kGroups = kGroups_;
   static constexpr int kStages = kStages_;
-  static constexpr int kGroupThreads = kRows * 2;
-  static constexpr int kConsumers = kGroupThreads * kGroups;
+  static constexpr int kConsumers = kW4Consumers * kGroups;
   static constexpr int kXBytes = kTokens * kW4Step * kValueBytes;
-  static constexpr int kStageBytes = w4_stage_bytes(kTokens, kRows, kValueBytes);
-  static constexpr int kPartBytes = w4_part_bytes(kRows);
-  static constexpr int kResultRow = w4_result_row(kRows);
+  static constexpr int kStageBytes = w4_stage_bytes(kTokens, kValueBytes);
+  static constexpr int kExchangeBytes = w4_exchange_bytes(kTokens, kGroups);
   static constexpr int kXBoxes = kValueBytes;  // of rows of 128 bytes
   static constexpr int kPairs = kTokens / 16;  // of matrices of 8 tokens
-  static constexpr int kDealt = w4_dealt_registers(kTogether_, kConsumers);
-  static_assert(kPairs % kGroups == 0);
+  static constexpr int kDealt = w4_dealt_registers(kTogether_, kGroups);
+  static_assert(kGroups <= 2 && kPairs % kGroups == 0);
   // A stage always has the same group: it could take the phase before another's for its own.
   static_assert(kStages % kGroups == 0);
 };
@@ -56,11 +53,11 @@ struct W4Share {
   int first_token, first_row;
   int first, last;  // steps
 
-  __device__ __forceinline__ W4Share(const W4TilesArgs& args, int tokens, int rows)
+  __device__ __forceinline__ W4Share(const W4TilesArgs& args, int tokens)
       : blocks(cluster_blocks()), rank(cluster_rank()) {
     const int tile = blockIdx.x / blocks;
     first_token = tile % args.token_tiles * tokens;
-    first_row = tile / args.token_tiles * rows;
+    first_row = tile / args.token_tiles * kW4Rows;
     const int share = (args.steps + blocks - 1) / blocks;
     first = min(rank * share, args.steps);
     last = min(first + share, args.steps);
@@ -78,12 +75,12 @@ struct W4Barriers {
     if (threadIdx.x == 0) {
       for (int s = 0; s < Shape::kStages; ++s) {
         mbarrier_init(filled + s, 1);
-        mbarrier_init(freed + s, Shape::kGroupThreads / 32);
+        mbarrier_init(freed + s, kW4Consumers / 32);
       }
       mbarrier_init(&received, 1);
       mbarrier_init_fence();
       const int pairs = (Shape::kPairs - share.rank + share.blocks - 1) / share.blocks;
-      if (share.blocks > 1) mbarrier_expect(&received, share.blocks * pairs * Shape::kPartBytes);
+      if (share.blocks > 1) mbarrier_expect(&received, share.blocks * pairs * kW4PartBytes);
     }
     __syncthreads();
   }
@@ -156,43 +153,44 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
                                             const Finish& finish) {
   constexpr int kPairs = Shape::kPairs, kGroups = Shape::kGroups;
   constexpr int kMine = kPairs / kGroups;  // pairs that a thread keeps
-  constexpr int kThreads = Shape::kGroupThreads;
-  const W4Share share(args, Shape::kTokens, Shape::kRows);  // again, for want of registers
+  const W4Share share(args, Shape::kTokens);  // again, for want of registers
   const int blocks = share.blocks, rank = share.rank;
-  const int lane = threadIdx.x % 32, place = threadIdx.x % kThreads;
-  const int group = threadIdx.x / kThreads;
+  const int lane = threadIdx.x % 32, place = threadIdx.x % kW4Consumers;
+  const int group = threadIdx.x / kW4Consumers;
   consumers_sync<Shape>();  // every stage was read
   float mine[kMine * 8];
   if constexpr (kGroups == 1) {
 #pragma unroll
     for (int i = 0; i < kMine * 8; ++i) mine[i] = sums[i];
   } else {
-    // Each group adds up a part of the tokens.
-    constexpr int kQuads = kMine * 2;  // of sums
-    float4* const all = reinterpret_cast<float4*>(shared) + place;
+    // Each group hands the other one half of the tokens.
+    float4* const to = reinterpret_cast<float4*>(shared) + threadIdx.x;
+    const float4* const from =
+        reinterpret_cast<const float4*>(shared) + (threadIdx.x ^ kW4Consumers);
 #pragma unroll
-    for (int i = 0; i < kGroups * kQuads; ++i) {
+    for (int i = 0; i < kMine * 2; ++i) {
       const float* const s = sums + i * 4;
-      all[(i / kQuads * kGroups + group) * (kQuads * kThreads) + i % kQuads * kThreads] =
-          make_float4(s[0], s[1], s[2], s[3]);
+      constexpr int kOther = kMine * 8;
+      to[i * Shape::kConsumers] = group == 0
+                                      ? make_float4(s[kOther], s[kOther + 1], s[kOther + 2], s[kOther + 3])
+                                      : make_float4(s[0], s[1], s[2], s[3]);
     }
     consumers_sync<Shape>();
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      float4 sum = all[group * kGroups * (kQuads * kThreads) + i * kThreads];
+    for (int i = 0; i < kMine * 2; ++i) {
+      const float4 other = from[i * Shape::kConsumers];
+      const float others[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
-      for (int other = 1; other < kGroups; ++other) {
-        const float4 v = all[(group * kGroups + other) * (kQuads * kThreads) + i * kThreads];
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      for (int j = 0; j < 4; ++j) {
+        mine[i * 4 + j] = (group == 0 ? sums[i * 4 + j] : sums[kMine * 8 + i * 4 + j]) + others[j];
       }
-      mine[i * 4] = sum.x, mine[i * 4 + 1] = sum.y, mine[i * 4 + 2] = sum.z, mine[i * 4 + 3] = sum.w;
     }
-    consumers_sync<Shape>();
   }
   const int first_pair = group * kMine;
   const bool plain = blocks == 1 && args.epilogue.activation == W4Activation::kNone;
   const int places = plain ? kPairs : (kPairs + blocks - 1) / blocks;  // pairs of this block
-  char* const results = shared + (plain ? 0 : blocks * places * Shape::kPartBytes);
+  char* const parts = shared + Shape::kExchangeBytes;
+  char* const results = parts + (plain ? 0 : blocks * places * kW4PartBytes);
   const int row = share.first_row + my_row;
   const float low = bias_of<Format>(args.epilogue, row, args.features);
   const float high = bias_of<Format>(args.epilogue, row + 8, args.features);
@@ -202,7 +200,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
                                Format::pack(v + 6)};
     const int token = pair * 16 + lane / 16 * 8 + lane % 8;
     const int feature = my_row - lane / 4 + lane / 8 % 2 * 8;
-    store_turned(shared_address(results + token * Shape::kResultRow + feature * 2), words);
+    store_turned(shared_address(results + token * kW4ResultRow + feature * 2), words);
   };
   if (blocks > 1) stages_were_read();
   if (plain) {
@@ -218,7 +216,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
     }
   } else {
     // Block i adds up pairs i, i + blocks and so on: it is sent those sums.
-    float4* const part = reinterpret_cast<float4*>(shared) + place;
+    float4* const part = reinterpret_cast<float4*>(parts) + place;
     int owner = first_pair % blocks, at = first_pair / blocks;
 #pragma unroll
     for (int pair = 0; pair < kMine; ++pair) {
@@ -227,7 +225,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
                                 make_float4(s[4], s[5], s[6], s[7])};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float4* const to = part + ((rank * places + at) * 2 + i) * kThreads;
+        float4* const to = part + ((rank * places + at) * 2 + i) * kW4Consumers;
         if (blocks > 1) {
           send_remote(to, &barriers.received, owner, halves[i]);
         } else {
@@ -245,10 +243,10 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
       const int pair = i * blocks + rank;
       if (pair >= kPairs) break;
       float v[8] = {};
-      const float4* from = part + i * 2 * kThreads;
+      const float4* from = part + i * 2 * kW4Consumers;
 #pragma unroll 4
-      for (int b = 0; b < blocks; ++b, from += places * 2 * kThreads) {
-        const float4 first_part = from[0], second_part = from[kThreads];
+      for (int b = 0; b < blocks; ++b, from += places * 2 * kW4Consumers) {
+        const float4 first_part = from[0], second_part = from[kW4Consumers];
         v[0] += first_part.x, v[1] += first_part.y, v[2] += first_part.z, v[3] += first_part.w;
         v[4] += second_part.x, v[5] += second_part.y, v[6] += second_part.z, v[7] += second_part.w;
       }
@@ -261,7 +259,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
     }
   }
   consumers_sync<Shape>();
-  constexpr int kChunks = Shape::kRows / 8;  // of 16 bytes, a token
+  constexpr int kChunks = kW4Rows / 8;  // of 16 bytes, a token
   const bool whole = args.features % 8 == 0;
   for (int i = threadIdx.x; i < places * 16 * kChunks; i += Shape::kConsumers) {
     const int slot = i / kChunks, feature = share.first_row + i % kChunks * 8;
@@ -269,7 +267,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
     const int token = share.first_token + pair * 16 + slot % 16;
     if (pair >= kPairs || token >= args.tokens || feature >= args.features) continue;
     const uint4 v =
-        *reinterpret_cast<const uint4*>(results + slot * Shape::kResultRow + i % kChunks * 16);
+        *reinterpret_cast<const uint4*>(results + slot * kW4ResultRow + i % kChunks * 16);
     uint16_t* const to = args.out + token * int64_t{args.features} + feature;
     if (whole) {
       *reinterpret_cast<uint4*>(to) = v;

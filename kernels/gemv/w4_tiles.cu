@@ -31,31 +31,30 @@ namespace {
 
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 
-// A hint to bring the rows' scales to L2.
-template <typename Shape>
+// A hint to bring the rows' scales to L2; any 4 threads of neighbouring rows share one's lines.
 __device__ __forceinline__ void prefetch_scales(const W4TilesArgs& args, const W4Share& share) {
-  constexpr int kEach = Shape::kConsumers / Shape::kRows;  // threads a row
-  const int row = share.first_row + threadIdx.x / kEach;
+  const int thread = threadIdx.x % kW4Consumers, group = threadIdx.x / kW4Consumers;
+  const int row = share.first_row + thread / 2;
   const int bytes = args.scales.format == W4Format::kInt4 ? 2 : 1;
   const int first = (share.first * kW4Step >> args.scales.group_shift) * bytes;
   const int last = (min(share.last * kW4Step, args.k) >> args.scales.group_shift) * bytes;
-  if (row >= args.features) return;
-  for (int at = first + threadIdx.x % kEach * 128; at < last; at += kEach * 128) {
+  if (row >= args.features || group > 0) return;
+  for (int at = first + thread % 2 * 128; at < last; at += 256) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(args.scales.scale + row * args.scales.scale_row + at));
   }
 }
 
-template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kGroups, int kStages,
-          int kTogether, int kBuffers>
-__global__ void __launch_bounds__(w4_threads(kRows, kGroups, kTogether), kTogether)
+template <bool kFloats, bool kBFloat16, int kTokens, int kGroups, int kStages, int kTogether,
+          int kBuffers>
+__global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
     w4_tiles(const __grid_constant__ W4TilesArgs args) {
-  using Shape = W4Tile<kTokens, kRows, kGroups, kStages, kTogether, 2>;
+  using Shape = W4Tile<kTokens, kGroups, kStages, kTogether, 2>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
   // With the registers, words are loaded one chunk ahead of their use.
   constexpr bool kAhead = kBuffers == 4;
   extern __shared__ __align__(1024) char shared[];
   __shared__ W4Barriers<Shape> barriers;
-  const W4Share share(args, kTokens, kRows);
+  const W4Share share(args, kTokens);
   barriers.init(share);
   grid_dependency_launch();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -64,13 +63,13 @@ __global__ void __launch_bounds__(w4_threads(kRows, kGroups, kTogether), kTogeth
     return;
   }
   take_registers<Shape>();
-  if (args.prefetch_scales) prefetch_scales<Shape>(args, share);
+  if (args.prefetch_scales) prefetch_scales(args, share);
 
   grid_dependency_wait();
   const int lane = threadIdx.x % 32;
-  const int group = warp / (kRows / 16);
+  const int group = warp / (kW4Consumers / 32);
   // Rows of this thread, within the block, are my_row and 8 further.
-  const int my_row = warp % (kRows / 16) * 16 + lane / 4;
+  const int my_row = warp % (kW4Consumers / 32) * 16 + lane / 4;
   uint32_t scale_rows[2], zero_rows[2];  // bytes
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -183,9 +182,8 @@ __global__ void __launch_bounds__(w4_threads(kRows, kGroups, kTogether), kTogeth
   finish_tile<Shape, Format>(args, shared, barriers, sums, my_row, finish);
 }
 
-#define TIERCEL_TILES(floats, bfloat16, tokens, rows, groups, stages, together, buffers, variant, name)  \
+#define TIERCEL_TILES(floats, bfloat16, tokens, groups, stages, together, buffers, variant, name)  \
   {tokens,                                                                                          \
-   rows,                                                                                            \
    floats,                                                                                          \
    bfloat16,                                                                                        \
    groups,                                                                                          \
@@ -193,25 +191,23 @@ __global__ void __launch_bounds__(w4_threads(kRows, kGroups, kTogether), kTogeth
    stages,                                                                                          \
    variant, \
    Kernel(                                                                                          \
-       "w4_tiles<" name ", tokens=" #tokens ", rows=" #rows ">",                                    \
-       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, rows, groups, stages, together, buffers>), \
+       "w4_tiles<" name ", tokens=" #tokens ">",                                                    \
+       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, groups, stages, together, buffers>), \
        kW4MaxShared)}
 
 #define TIERCEL_TILES_OF(floats, bfloat16, name)           \
-  TIERCEL_TILES(floats, bfloat16, 32, 128, 2, 12, 1, 4, 0, name),     \
-      TIERCEL_TILES(floats, bfloat16, 64, 64, 4, 8, 1, 4, 0, name),  \
-      TIERCEL_TILES(floats, bfloat16, 64, 128, 2, 8, 1, 4, 0, name),  \
-      TIERCEL_TILES(floats, bfloat16, 96, 128, 2, 6, 1, 2, 0, name), \
-      TIERCEL_TILES(floats, bfloat16, 128, 128, 2, 4, 1, 2, 0, name), \
-      TIERCEL_TILES(floats, bfloat16, 256, 128, 1, 3, 1, 4, 0, name)
+  TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 1, 4, 0, name),     \
+      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 1, 4, 0, name),  \
+      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 1, 2, 0, name),  \
+      TIERCEL_TILES(floats, bfloat16, 128, 2, 4, 1, 2, 0, name), \
+      TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 1, 4, 0, name)
 
 const W4TilesKernel kKernels[] = {TIERCEL_TILES_OF(true, true, "e2m1, bfloat16"),
-      TIERCEL_TILES(true, true, 64, 128, 2, 8, 1, 2, 1, "e2m1"),
-      TIERCEL_TILES(true, true, 64, 128, 1, 4, 2, 4, 2, "e2m1"),
-      TIERCEL_TILES(true, true, 128, 64, 4, 4, 1, 2, 0, "e2m1"),
-      TIERCEL_TILES(true, true, 96, 128, 1, 6, 1, 4, 1, "e2m1"),
-      TIERCEL_TILES(true, true, 128, 128, 1, 5, 1, 4, 1, "e2m1"),
-      TIERCEL_TILES(true, true, 256, 128, 1, 3, 1, 2, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 64, 2, 8, 1, 2, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 64, 1, 4, 2, 4, 2, "e2m1"),
+      TIERCEL_TILES(true, true, 96, 1, 6, 1, 4, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 128, 1, 5, 1, 4, 1, "e2m1"),
+      TIERCEL_TILES(true, true, 256, 1, 3, 1, 2, 1, "e2m1"),
                                   TIERCEL_TILES_OF(false, true, "int4, bfloat16"),
                                   TIERCEL_TILES_OF(true, false, "e2m1, float16"),
                                   TIERCEL_TILES_OF(false, false, "int4, float16")};
