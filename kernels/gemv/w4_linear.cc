@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -207,42 +206,44 @@ struct TilesLaunch {
   LaunchConfig config;
 };
 
-// Clock cycles of a step of K: of one block on a multiprocessor, and of two.
-struct StepTime {
-  double alone;
-  double both;
+// Blocks that run at once, one per multiprocessor, in clusters of each size: a cluster has a place
+// in one GPC, and GPCs differ in their number of multiprocessors.
+constexpr int kMaxSplit = 8;
+constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 111, 120, 100, 96, 98, 112};
+
+// Estimated clock cycles of a kernel; they fit what it took on an H200 with N from 2880 to 14336
+// and K from 2880 to 14336.
+struct KernelTime {
+  double alone;       // a step of K, of one block on a multiprocessor
+  double both;        // and of two
+  double ends;        // before the first step and behind the last
+  double split_ends;  // and where K is split, which has to be added up
 };
 
-// Blocks that run at once, one per multiprocessor, in clusters of each size: one runs within a GPC,
-// and GPCs have 14 to 18 multiprocessors.
-constexpr int kMaxSplit = 8;
-constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 111, 120, 110, 108, 105, 112};
+KernelTime time_of(const W4TilesKernel& kernel) {
+  const double tokens = kernel.tokens;
+  return {930 + tokens * 4.4, 0, 7350 + tokens * 19, 7880 + tokens * 57};
+}
 
-// Estimated cycles of a launch; they fit what the kernels took on an H200 at N = 4096 and 14336,
-// K = 4096.
-double estimate(StepTime step, int tokens, int together, int64_t blocks, int64_t steps,
-                int split) {
+KernelTime time_of(const W4Float8Kernel& kernel) {
+  const double tokens = kernel.tokens, ends = 3000 + tokens * 8, split_ends = 3000 + tokens * 78;
+  const double scaling = kernel.floats ? 0 : kernel.group == 128 ? 200 : 900;
+  if (kernel.tokens == 32) {
+    return {1000 + scaling / 2, 1300 + scaling / 2, ends, split_ends};
+  }
+  return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0, ends, split_ends};
+}
+
+double estimate(const KernelTime& kernel, int together, int64_t blocks, int64_t steps, int split) {
   const int64_t room = kPlaces[split];
   const int64_t waves = ceil_div(blocks, room * together);
-  const double time = blocks > room && together == 2 ? step.both : step.alone;
-  const double ends = 3000 + tokens * (split > 1 ? 40 : 8);  // split K is added up
-  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, split)) * time + ends);
-}
-
-StepTime step_time(const W4TilesKernel& tiles) {
-  return {tiles.tokens == 256 ? 2400.0 : 700 + tiles.tokens * 5.0, 0};
-}
-
-StepTime step_time(const W4Float8Kernel& kernel) {
-  const double scaling = kernel.floats ? 0 : kernel.group == 128 ? 200 : 900;
-  if (kernel.tokens == 32) return {1000 + scaling / 2, 1300 + scaling / 2};
-  return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0};
+  const double step = blocks > room && together == 2 ? kernel.both : kernel.alone;
+  const double ends = split > 1 ? kernel.split_ends : kernel.ends;
+  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, split)) * step + ends);
 }
 
 int groups_of(const W4TilesKernel& kernel) { return kernel.groups; }
 int groups_of(const W4Float8Kernel&) { return 1; }
-int variant_of(const W4TilesKernel& kernel) { return kernel.variant; }
-int variant_of(const W4Float8Kernel&) { return 0; }
 
 // A kernel for tiles, and how many blocks split K.
 template <typename KernelOf>
@@ -261,14 +262,12 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
   const bool given = call.tiles.has_value();
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
-    if (given && call.tiles->rows != kW4Rows) continue;
-    if (given ? call.tiles->tokens != one.tokens + variant_of(one) : variant_of(one) != 0) continue;
+    if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows)) continue;
     const int64_t token_tiles = ceil_div(problem.tokens, one.tokens);
     const int64_t tiles = token_tiles * ceil_div(problem.features, kW4Rows);
     for (int split = 1; split <= kMaxSplit; ++split) {
       if (given ? call.tiles->cluster != split : split > std::max(int64_t{1}, steps)) continue;
-      const double time =
-          estimate(step_time(one), one.tokens, one.together, tiles * split, steps, split);
+      const double time = estimate(time_of(one), one.together, tiles * split, steps, split);
       if (time >= least) continue;
       least = time;
       choice = {&one, tiles * split, split};
@@ -294,8 +293,6 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
   args.k = static_cast<int>(problem.k);
   args.token_tiles = static_cast<int>(ceil_div(problem.tokens, chosen.tokens));
   args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
-  const char* prefetch = std::getenv("TIERCEL_W4_SCALES");
-  args.prefetch_scales = prefetch == nullptr || prefetch[0] == '1';
   launch->kernel = &chosen.kernel;
   launch->tokens = chosen.tokens;
   launch->config.grid.x = static_cast<uint32_t>(choice.grid);
@@ -351,8 +348,8 @@ Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
   const auto tokens = static_cast<uint32_t>(launch->tokens);
   const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
   TIERCEL_RETURN_IF_ERROR(
-      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
-                        call.op, "weight", &args.weight_map));
+      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines},
+                        *call.weight, call.op, "weight", &args.weight_map));
   return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
                            call.op, "x", &args.x_map);
 }

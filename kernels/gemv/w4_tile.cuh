@@ -80,7 +80,7 @@ struct W4Barriers {
       mbarrier_init(&received, 1);
       mbarrier_init_fence();
       const int pairs = (Shape::kPairs - share.rank + share.blocks - 1) / share.blocks;
-      if (share.blocks > 1) mbarrier_expect(&received, share.blocks * pairs * kW4PartBytes);
+      if (share.blocks > 1) mbarrier_expect(&received, (share.blocks - 1) * pairs * kW4PartBytes);
     }
     __syncthreads();
   }
@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
                                             float (&sums)[Shape::kTokens / 2], int my_row,
                                             const Finish& finish) {
   constexpr int kPairs = Shape::kPairs, kGroups = Shape::kGroups;
-  constexpr int kMine = kPairs / kGroups;  // pairs that a thread keeps
+  constexpr int kMine = kPairs / kGroups;     // pairs that a thread keeps
   const W4Share share(args, Shape::kTokens);  // again, for want of registers
   const int blocks = share.blocks, rank = share.rank;
   const int lane = threadIdx.x % 32, place = threadIdx.x % kW4Consumers;
@@ -171,9 +171,9 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
     for (int i = 0; i < kMine * 2; ++i) {
       const float* const s = sums + i * 4;
       constexpr int kOther = kMine * 8;
-      to[i * Shape::kConsumers] = group == 0
-                                      ? make_float4(s[kOther], s[kOther + 1], s[kOther + 2], s[kOther + 3])
-                                      : make_float4(s[0], s[1], s[2], s[3]);
+      to[i * Shape::kConsumers] =
+          group == 0 ? make_float4(s[kOther], s[kOther + 1], s[kOther + 2], s[kOther + 3])
+                     : make_float4(s[0], s[1], s[2], s[3]);
     }
     consumers_sync<Shape>();
 #pragma unroll
@@ -226,19 +226,16 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float4* const to = part + ((rank * places + at) * 2 + i) * kW4Consumers;
-        if (blocks > 1) {
-          send_remote(to, &barriers.received, owner, halves[i]);
-        } else {
+        if (owner == rank) {
           *to = halves[i];
+        } else {
+          send_remote(to, &barriers.received, owner, halves[i]);
         }
       }
       if (++owner == blocks) owner = 0, ++at;
     }
-    if (blocks > 1) {
-      mbarrier_wait_cluster(&barriers.received, 0);
-    } else {
-      consumers_sync<Shape>();
-    }
+    consumers_sync<Shape>();
+    if (blocks > 1) mbarrier_wait_cluster(&barriers.received, 0);
     for (int i = group; i < places; i += kGroups) {
       const int pair = i * blocks + rank;
       if (pair >= kPairs) break;
@@ -252,8 +249,8 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        v[j] = activated(args.epilogue.activation, finish(v[j], pair * 16 + j / 4 * 8 + j % 2,
-                                                          j / 2 % 2 == 0 ? low : high));
+        v[j] = activated(args.epilogue.activation,
+                         finish(v[j], pair * 16 + j / 4 * 8 + j % 2, j / 2 % 2 == 0 ? low : high));
       }
       store(i, v);
     }

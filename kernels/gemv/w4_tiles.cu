@@ -6,13 +6,16 @@
 // neither shared memory nor a second pass. Rows of the weight are therefore the product's rows, and
 // tokens its columns.
 //  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA into a
-//    ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
+//    ring of stages of 128 values of K; groups of two warpgroups decode and multiply, each
+//    warpgroup 64 rows. Up to 96 tokens there are two groups, which take the stages in turn and add
+//    up their sums at last: more warps hide the latency of decoding, which is what takes time
+//    there.
 //  - A thread needs one byte of every four of its row. It reads all of them, 16 bytes at a time
 //    (threads that share a row read the same address), and picks its bytes: ten instructions for
 //    four weights. The next 32 of K are decoded while the tensor cores multiply the last.
-//  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each leaves
-//    its sums in its shared memory and adds up those of every block for its share of the tokens, in
-//    the order of K.
+//  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each sends
+//    the others their shares of the tokens by asynchronous stores, and adds up its own share in the
+//    order of K. A cluster barrier that publishes such stores would wait for all memory instead.
 //  - Results are turned in shared memory, so that threads store 16 bytes of a token.
 #include <cstdint>
 #include <iterator>
@@ -31,24 +34,10 @@ namespace {
 
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 
-// A hint to bring the rows' scales to L2; any 4 threads of neighbouring rows share one's lines.
-__device__ __forceinline__ void prefetch_scales(const W4TilesArgs& args, const W4Share& share) {
-  const int thread = threadIdx.x % kW4Consumers, group = threadIdx.x / kW4Consumers;
-  const int row = share.first_row + thread / 2;
-  const int bytes = args.scales.format == W4Format::kInt4 ? 2 : 1;
-  const int first = (share.first * kW4Step >> args.scales.group_shift) * bytes;
-  const int last = (min(share.last * kW4Step, args.k) >> args.scales.group_shift) * bytes;
-  if (row >= args.features || group > 0) return;
-  for (int at = first + thread % 2 * 128; at < last; at += 256) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(args.scales.scale + row * args.scales.scale_row + at));
-  }
-}
-
-template <bool kFloats, bool kBFloat16, int kTokens, int kGroups, int kStages, int kTogether,
-          int kBuffers>
-__global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
+template <bool kFloats, bool kBFloat16, int kTokens, int kGroups, int kStages, int kBuffers>
+__global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
     w4_tiles(const __grid_constant__ W4TilesArgs args) {
-  using Shape = W4Tile<kTokens, kGroups, kStages, kTogether, 2>;
+  using Shape = W4Tile<kTokens, kGroups, kStages, 1, 2>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
   // With the registers, words are loaded one chunk ahead of their use.
   constexpr bool kAhead = kBuffers == 4;
@@ -63,7 +52,6 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
     return;
   }
   take_registers<Shape>();
-  if (args.prefetch_scales) prefetch_scales(args, share);
 
   grid_dependency_wait();
   const int lane = threadIdx.x % 32;
@@ -157,7 +145,8 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
         if constexpr (kTokens == 96) {
           wgmma_96_from_registers<kBFloat16>(sums, a[chunk % kBuffers][i], x + (place >> 4));
         } else {
-          wgmma_from_registers<kBFloat16, false>(sums, a[chunk % kBuffers][i], x + (place >> 4), true);
+          wgmma_from_registers<kBFloat16, false>(sums, a[chunk % kBuffers][i], x + (place >> 4),
+                                                 true);
         }
       }
       wgmma_commit();
@@ -182,32 +171,26 @@ __global__ void __launch_bounds__(w4_threads(kTogether, kGroups), kTogether)
   finish_tile<Shape, Format>(args, shared, barriers, sums, my_row, finish);
 }
 
-#define TIERCEL_TILES(floats, bfloat16, tokens, groups, stages, together, buffers, variant, name)  \
-  {tokens,                                                                                          \
-   floats,                                                                                          \
-   bfloat16,                                                                                        \
-   groups,                                                                                          \
-   together,                                                                                        \
-   stages,                                                                                          \
-   variant, \
-   Kernel(                                                                                          \
-       "w4_tiles<" name ", tokens=" #tokens ">",                                                    \
-       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, groups, stages, together, buffers>), \
+#define TIERCEL_TILES(floats, bfloat16, tokens, groups, stages, buffers, name)                     \
+  {tokens,                                                                                         \
+   floats,                                                                                         \
+   bfloat16,                                                                                       \
+   groups,                                                                                         \
+   1,                                                                                              \
+   stages,                                                                                         \
+   Kernel(                                                                                         \
+       "w4_tiles<" name ", tokens=" #tokens ">",                                                   \
+       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, groups, stages, buffers>), \
        kW4MaxShared)}
 
 #define TIERCEL_TILES_OF(floats, bfloat16, name)           \
-  TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 1, 4, 0, name),     \
-      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 1, 4, 0, name),  \
-      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 1, 2, 0, name),  \
-      TIERCEL_TILES(floats, bfloat16, 128, 2, 4, 1, 2, 0, name), \
-      TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 1, 4, 0, name)
+  TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 4, name),     \
+      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 4, name),  \
+      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 2, name),  \
+      TIERCEL_TILES(floats, bfloat16, 128, 1, 5, 4, name), \
+      TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 4, name)
 
 const W4TilesKernel kKernels[] = {TIERCEL_TILES_OF(true, true, "e2m1, bfloat16"),
-      TIERCEL_TILES(true, true, 64, 2, 8, 1, 2, 1, "e2m1"),
-      TIERCEL_TILES(true, true, 64, 1, 4, 2, 4, 2, "e2m1"),
-      TIERCEL_TILES(true, true, 96, 1, 6, 1, 4, 1, "e2m1"),
-      TIERCEL_TILES(true, true, 128, 1, 5, 1, 4, 1, "e2m1"),
-      TIERCEL_TILES(true, true, 256, 1, 3, 1, 2, 1, "e2m1"),
                                   TIERCEL_TILES_OF(false, true, "int4, bfloat16"),
                                   TIERCEL_TILES_OF(true, false, "e2m1, float16"),
                                   TIERCEL_TILES_OF(false, false, "int4, float16")};

@@ -23,7 +23,6 @@ struct W4TilesArgs {
   int k;
   int token_tiles;
   int steps;  // of kW4Step values of K, all blocks of a cluster together
-  int prefetch_scales;
 };
 
 inline constexpr int kW4Step = 128;       // values of K, a stage
@@ -31,9 +30,9 @@ inline constexpr int kW4Rows = 128;       // of the weight, a block
 inline constexpr int kW4Consumers = 256;  // threads of a group, which multiply a stage
 inline constexpr int kW4MaxShared = 226 * 1024;
 
-// Registers of a thread that multiplies, alone on a multiprocessor, where the loader's warpgroup gives
-// some away: of 384 threads times 168, 128 times 24 and 256 times 240; of 640 times 96, 128 times 24
-// and 512 times 112. 0 where threads keep what they have.
+// Registers of a thread that multiplies, alone on a multiprocessor, where the loader's warpgroup
+// gives some away: of 384 threads times 168, 128 times 24 and 256 times 240; of 640 times 96, 128
+// times 24 and 512 times 112. 0 where threads keep what they have.
 constexpr int w4_dealt_registers(int together, int groups) {
   return together > 1 ? 0 : groups == 1 ? 240 : 112;
 }
@@ -49,7 +48,6 @@ struct W4TilesKernel {
   int groups;    // of threads, which take stages in turn
   int together;  // blocks per multiprocessor
   int stages;
-  int variant;
   Kernel kernel;
 };
 
@@ -61,7 +59,7 @@ constexpr int w4_stage_bytes(int tokens, int value_bytes) {
 constexpr int w4_exchange_bytes(int tokens, int groups) {
   return groups == 1 ? 0 : tokens * kW4Rows * 4;
 }
-inline constexpr int kW4PartBytes = 16 * kW4Rows * 4;   // sums of 16 tokens from another block,
+inline constexpr int kW4PartBytes = 16 * kW4Rows * 4;  // sums of 16 tokens from another block,
 inline constexpr int kW4ResultRow = kW4Rows * 2 + 16;  // and a token's results.
 
 constexpr int w4_result_bytes(int tokens, int groups, int blocks, bool parts) {

@@ -13,7 +13,7 @@ namespace tiercel {
 template <bool kBFloat16>
 __device__ __forceinline__ void wgmma_96_from_registers(float (&d)[48], const uint32_t (&a)[4],
                                                         uint64_t b) {
-#define TIERCEL_SUMS_8(i)                                                                      \
+#define TIERCEL_SUMS_8(i)                                                                     \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define TIERCEL_WGMMA(type)                                                                       \
