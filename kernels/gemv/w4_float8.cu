@@ -28,7 +28,6 @@
 namespace tiercel {
 namespace {
 
-constexpr int kRows = 128;              // of the weight, a block
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 constexpr int kChunk = 32;              // values of K, a product
 constexpr int kChunks = kW4Step / kChunk;
@@ -93,63 +92,39 @@ struct RowScales {
 };
 
 template <bool kFloats, int kTokens, int kStages, int kTogether, int kGroup>
-__global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
+__global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
     w4_float8(const __grid_constant__ W4Float8Args args) {
-  using Shape = W4Tile<kTokens, kRows, kStages, 1>;
+  using Shape = W4Tile<kTokens, 1, kStages, kTogether, 1>;
   using Scales = RowScales<kFloats, kGroup>;
   constexpr bool kHold = kTogether == 1;
   constexpr int kPerGroup = kGroup / kChunk;         // products between two scalings
   constexpr int kInFlight = kPerGroup == 1 ? 1 : 2;  // with the one before
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t filled[kStages], freed[kStages];
+  __shared__ W4Barriers<Shape> barriers;
   __shared__ float x_scales[kTokens];
   __shared__ __align__(16) uint8_t tables[kFloats ? 64 : 256];
   const W4TilesArgs& tile_args = args.tile;
   const W4Scales& all = tile_args.scales;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32;
-  const int blocks = cluster_blocks(), rank = cluster_rank();
-  const int tile = blockIdx.x / blocks;
-  const int first_token = tile % tile_args.token_tiles * kTokens;
-  const int first_row = tile / tile_args.token_tiles * kRows;
-  const int share = (tile_args.steps + blocks - 1) / blocks;
-  const int first = min(rank * share, tile_args.steps);
-  const int last = min(first + share, tile_args.steps);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(filled + s, 1);
-      mbarrier_init(freed + s, kW4Consumers / 32);
-    }
-    mbarrier_init_fence();
-  }
+  const W4Share share(tile_args, kTokens);
+  const int first = share.first, last = share.last;
   if constexpr (kFloats) {
     if (threadIdx.x < 64) write_small_magnitudes(tables, threadIdx.x);
   } else if (threadIdx.x < 256) {
     write_number(tables, threadIdx.x / 16, threadIdx.x % 16);
   }
-  __syncthreads();
+  barriers.init(share);
   grid_dependency_launch();
-
-  // Alone on a multiprocessor, the loader's warpgroup gives registers away, as in w4_tiles.cu.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
   if (warp >= kW4Consumers / 32) {
-    if (kTogether == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == kW4Consumers / 32 && lane == 0) {
-      load_stages<Shape>(tile_args, shared, filled, freed, first, last, first_row, first_token);
-    }
-    __syncwarp();
-    if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
-      cluster_arrive();
-      cluster_wait();
-    }
+    run_loader<Shape>(tile_args, share, shared, barriers);
     return;
   }
-  if (kTogether == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  take_registers<Shape>();
 
   grid_dependency_wait();
   if (threadIdx.x < kTokens) {
-    const int token = first_token + threadIdx.x;
+    const int token = share.first_token + threadIdx.x;
     const bool inside = token < tile_args.tokens;
     x_scales[threadIdx.x] = inside ? args.x_scale[token * int64_t{args.x_scale_step}] : 0.0f;
   }
@@ -158,7 +133,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   uint32_t scale_rows[2], zero_rows[2], largest[2];  // bytes, and exponents
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t row = min(first_row + my_row + half * 8, tile_args.features - 1);
+    const uint32_t row = min(share.first_row + my_row + half * 8, tile_args.features - 1);
     scale_rows[half] = kept<kHold>(row * static_cast<uint32_t>(all.scale_row));
     zero_rows[half] = kept<kHold>(row * static_cast<uint32_t>(all.zero_row));
   }
@@ -167,10 +142,10 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     largest_exponents(largest, all.scale, scale_rows, first * kGroups,
                       min(last * kGroups, tile_args.k / 32));
   }
-  float sums[1][kTokens / 2];
+  float sums[kTokens / 2];
   float group_sums[kFloats ? 1 : kTokens / 2];
 #pragma unroll
-  for (float& sum : sums[0]) sum = 0.0f;
+  for (float& sum : sums) sum = 0.0f;
   const uint32_t base = shared_address(shared);
   const uint32_t small_tables = shared_address(tables);
   // Offset of this thread's first word of each chunk; chunks of 16 bytes are swizzled by rows.
@@ -244,18 +219,18 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     if constexpr (!kFloats) {
 #pragma unroll
       for (int i = 0; i < kTokens / 2; ++i) {
-        sums[0][i] = fmaf(group_sums[i], scales[i / 2 % 2], sums[0][i]);
+        sums[i] = fmaf(group_sums[i], scales[i / 2 % 2], sums[i]);
       }
     }
   };
-  consumers_sync();  // x_scales is written
+  consumers_sync<Shape>();  // x_scales is written
   int stage = 0;
   uint32_t parity = 0;
   if (first < last) {
     load_bits(first);
     take_bits();
     load_bits(min(first + 1, last - 1));
-    mbarrier_wait(filled, 0);
+    mbarrier_wait(barriers.filled, 0);
     load_words(0, 0);
     decode_chunk(0);
     load_words(0, 1);
@@ -271,7 +246,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       const uint64_t b = x + chunk * (kChunk >> 4);
       wgmma_fence();
       if constexpr (kFloats) {
-        wgmma_float8_from_registers(sums[0], a[chunk], b, true);
+        wgmma_float8_from_registers(sums, a[chunk], b, true);
       } else {
         wgmma_float8_from_registers(group_sums, a[chunk], b, chunk % kPerGroup != 0);
       }
@@ -284,7 +259,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
               wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, args.float16_scales);
         }
       }
-      if (chunk == kChunks - 2) mbarrier_wait(filled + next_stage, next_parity);
+      if (chunk == kChunks - 2) mbarrier_wait(barriers.filled + next_stage, next_parity);
       if (chunk == kChunks - 1) take_bits();
       wgmma_wait<kInFlight>();
       // Words are loaded one chunk ahead of their use.
@@ -302,9 +277,9 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     if constexpr (kFloats) {
       // The compiler runs products one by one if some are in flight at the loop's end.
       wgmma_wait<0>();
-      wgmma_settle(sums[0]);
+      wgmma_settle(sums);
     }
-    if (lane == 0) mbarrier_arrive(freed + stage);
+    if (lane == 0) mbarrier_arrive(barriers.freed + stage);
     stage = next_stage, parity = next_parity;
   }
 
@@ -317,7 +292,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       factors[half] = __uint_as_float(largest[half] << 23 | odd) * (1.0f / (1 << kScaledUp));
     }
 #pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sums[0][i] *= factors[i / 2 % 2];
+    for (int i = 0; i < kTokens / 2; ++i) sums[i] *= factors[i / 2 % 2];
   }
   const float factor =
       tile_args.epilogue.global_scale != nullptr ? *tile_args.epilogue.global_scale : 1.0f;
@@ -325,13 +300,11 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   const auto finish = [&](float sum, int token, float bias) {
     return fmaf(sum * my_scales[token], factor, bias);
   };
-  finish_tile<Shape, BFloat16>(tile_args, shared, sums, my_row, first_row, first_token, blocks,
-                               rank, finish);
+  finish_tile<Shape, BFloat16>(tile_args, shared, barriers, sums, my_row, finish);
 }
 
 #define TIERCEL_FLOAT8(floats, tokens, stages, together, group, name)                        \
   {tokens,                                                                                   \
-   kRows,                                                                                    \
    floats,                                                                                   \
    group,                                                                                    \
    together,                                                                                 \

@@ -16,7 +16,6 @@ struct W4Float8Args {
 
 struct W4Float8Kernel {
   int tokens;   // of a block
-  int rows;     // of the weight, a block
   bool floats;  // e2m1 weights; else whole numbers
   int group;    // of whole numbers: sums are scaled after so many values of K
   int together;

@@ -202,44 +202,55 @@ struct TilesLaunch {
   W4Float8Args args{};
   const Kernel* kernel = nullptr;
   bool float8 = false;
-  int tokens = 0, rows = 0;  // of a block
+  int tokens = 0;  // of a block
   LaunchConfig config;
 };
 
-// Clock cycles of a step of K: of one block on a multiprocessor, and of two.
-struct StepTime {
-  double alone;
-  double both;
+// Blocks that run at once, one per multiprocessor, in clusters of each size: a cluster has a place
+// in one GPC, and GPCs differ in their number of multiprocessors.
+constexpr int kMaxSplit = 8;
+constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 111, 120, 100, 96, 98, 112};
+
+// Estimated clock cycles of a kernel; they fit what it took on an H200 with N from 2880 to 14336
+// and K from 2880 to 14336.
+struct KernelTime {
+  double alone;       // a step of K, of one block on a multiprocessor
+  double both;        // and of two
+  double ends;        // before the first step and behind the last
+  double split_ends;  // and where K is split, which has to be added up
 };
 
-// Estimated cycles of a launch; they fit what the kernels took on an H200 at N = 4096 and 14336,
-// K = 4096.
-double estimate(StepTime step, int tokens, int together, int64_t blocks, int64_t steps,
-                int cluster) {
-  const int64_t room = cluster_places(cluster);
-  const int64_t waves = ceil_div(blocks, room * together);
-  const double time = blocks > room && together == 2 ? step.both : step.alone;
-  const double ends = 3000 + tokens * (cluster > 1 ? 78 : 8);  // split K is added up
-  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * time + ends);
+KernelTime time_of(const W4TilesKernel& kernel) {
+  const double tokens = kernel.tokens;
+  return {930 + tokens * 4.4, 0, 7350 + tokens * 19, 7880 + tokens * 57};
 }
 
-StepTime step_time(const W4TilesKernel& tiles) {
-  const double alone = tiles.tokens <= 64 ? 2700 : tiles.tokens == 128 ? 2050 : 2850;
-  return {alone, tiles.tokens <= 32 ? 3150.0 : 3500.0};
-}
-
-StepTime step_time(const W4Float8Kernel& kernel) {
+KernelTime time_of(const W4Float8Kernel& kernel) {
+  const double tokens = kernel.tokens, ends = 3000 + tokens * 8, split_ends = 3000 + tokens * 78;
   const double scaling = kernel.floats ? 0 : kernel.group == 128 ? 200 : 900;
-  if (kernel.tokens == 32) return {1000 + scaling / 2, 1300 + scaling / 2};
-  return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0};
+  if (kernel.tokens == 32) {
+    return {1000 + scaling / 2, 1300 + scaling / 2, ends, split_ends};
+  }
+  return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0, ends, split_ends};
 }
+
+double estimate(const KernelTime& kernel, int together, int64_t blocks, int64_t steps, int split) {
+  const int64_t room = kPlaces[split];
+  const int64_t waves = ceil_div(blocks, room * together);
+  const double step = blocks > room && together == 2 ? kernel.both : kernel.alone;
+  const double ends = split > 1 ? kernel.split_ends : kernel.ends;
+  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, split)) * step + ends);
+}
+
+int groups_of(const W4TilesKernel& kernel) { return kernel.groups; }
+int groups_of(const W4Float8Kernel&) { return 1; }
 
 // A kernel for tiles, and how many blocks split K.
 template <typename KernelOf>
 struct TilesChoice {
   const KernelOf* kernel = nullptr;
   int64_t grid = 0;
-  int cluster = 1;
+  int split = 1;  // shares of K
 };
 
 // The fastest by the estimate among those that fit(kernel), or what the call asks for.
@@ -248,19 +259,15 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
                               const Problem& problem, int64_t steps, const Fits& fits) {
   TilesChoice<KernelOf> choice;
   double least = std::numeric_limits<double>::infinity();
+  const bool given = call.tiles.has_value();
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
-    const int64_t tiles =
-        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, one.rows);
-    for (int split : {1, 2, 4, 8}) {
-      const bool given = call.tiles.has_value();
-      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != one.rows ||
-                    call.tiles->cluster != split)) {
-        continue;
-      }
-      if (!given && split > std::max(int64_t{1}, steps)) continue;
-      const double time =
-          estimate(step_time(one), one.tokens, one.together, tiles * split, steps, split);
+    if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows)) continue;
+    const int64_t token_tiles = ceil_div(problem.tokens, one.tokens);
+    const int64_t tiles = token_tiles * ceil_div(problem.features, kW4Rows);
+    for (int split = 1; split <= kMaxSplit; ++split) {
+      if (given ? call.tiles->cluster != split : split > std::max(int64_t{1}, steps)) continue;
+      const double time = estimate(time_of(one), one.together, tiles * split, steps, split);
       if (time >= least) continue;
       least = time;
       choice = {&one, tiles * split, split};
@@ -288,16 +295,15 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
   args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
   launch->kernel = &chosen.kernel;
   launch->tokens = chosen.tokens;
-  launch->rows = chosen.rows;
   launch->config.grid.x = static_cast<uint32_t>(choice.grid);
-  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together));
-  launch->config.cluster.x = static_cast<uint32_t>(choice.cluster);
+  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together, groups_of(chosen)));
+  launch->config.cluster.x = static_cast<uint32_t>(choice.split);
   launch->config.dependent = true;
   const int value_bytes = launch->float8 ? 1 : 2;
+  const bool parts = choice.split > 1 || call.activation != W4Activation::kNone;
   launch->config.dynamic_smem = static_cast<uint32_t>(
-      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, chosen.rows, value_bytes),
-               w4_result_bytes(chosen.tokens, chosen.rows,
-                               choice.cluster > 1 || call.activation != W4Activation::kNone)));
+      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, value_bytes),
+               w4_result_bytes(chosen.tokens, groups_of(chosen), choice.split, parts)));
   return Status();
 }
 
@@ -339,12 +345,11 @@ Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
   W4TilesArgs& args = launch->args.tile;
   if (args.k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const auto rows = static_cast<uint32_t>(launch->rows);
   const auto tokens = static_cast<uint32_t>(launch->tokens);
   const uint32_t values = launch->float8 ? kW4Step : kW4Step / 2;  // 128 bytes
   TIERCEL_RETURN_IF_ERROR(
-      encode_tensor_map({2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
-                        call.op, "weight", &args.weight_map));
+      encode_tensor_map({2, {kW4Rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines},
+                        *call.weight, call.op, "weight", &args.weight_map));
   return encode_tensor_map({2, {tokens, values}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
                            call.op, "x", &args.x_map);
 }
@@ -402,11 +407,12 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
   if (launch.tiles.kernel != nullptr) {
     const LaunchConfig& config = launch.tiles.config;
     const auto cluster = static_cast<int>(config.cluster.x);
+    const W4TilesArgs& args = launch.tiles.args.tile;
     *plan = {launch.tiles.kernel->name(),
              cluster,
              1,
-             static_cast<int>(ceil_div(launch.tiles.args.tile.steps, cluster)),
-             launch.tiles.rows,
+             static_cast<int>(ceil_div(args.steps, cluster)),
+             kW4Rows,
              launch.tiles.tokens,
              config.grid.x,
              config.block.x,

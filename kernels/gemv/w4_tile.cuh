@@ -10,13 +10,14 @@
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/load_remote.cuh"
 #include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 
+// All warps that multiply.
+template <typename Shape>
 __device__ __forceinline__ void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kW4Consumers) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
 }
 
 // Stores four 8x8 matrices, turned. Lane 8 m + r passes the address of column r of matrix m.
@@ -27,128 +28,244 @@ __device__ __forceinline__ void store_turned(uint32_t place, const uint32_t (&wo
       : "memory");
 }
 
-// A block's tile and stages; kValueBytes are those of a value of x.
-template <int kTokens_, int kRows_, int kStages_, int kValueBytes>
+// A block's tile and stages; kValueBytes are those of a value of x. kGroups_ groups of
+// kW4Consumers threads take the stages in turn.
+template <int kTokens_, int kGroups_, int kStages_, int kTogether_, int kValueBytes>
 struct W4Tile {
   static constexpr int kTokens = kTokens_;
-  static constexpr int kRows = kRows_;
+  static constexpr int kGroups = kGroups_;
   static constexpr int kStages = kStages_;
+  static constexpr int kConsumers = kW4Consumers * kGroups;
   static constexpr int kXBytes = kTokens * kW4Step * kValueBytes;
-  static constexpr int kStageBytes = w4_stage_bytes(kTokens, kRows, kValueBytes);
-  static constexpr int kMatrices = kRows / 128;  // of 64 rows, a warpgroup
-  static constexpr int kOutRow = kRows * 2 + 16;
+  static constexpr int kStageBytes = w4_stage_bytes(kTokens, kValueBytes);
+  static constexpr int kExchangeBytes = w4_exchange_bytes(kTokens, kGroups);
   static constexpr int kXBoxes = kValueBytes;  // of rows of 128 bytes
+  static constexpr int kPairs = kTokens / 16;  // of matrices of 8 tokens
+  static constexpr int kDealt = w4_dealt_registers(kTogether_, kGroups);
+  static_assert(kGroups <= 2 && kPairs % kGroups == 0);
+  // A stage always has the same group: it could take the phase before another's for its own.
+  static_assert(kStages % kGroups == 0);
 };
 
-// Loads steps `first` to `last`; one thread does.
-template <typename Shape>
-__device__ __forceinline__ void load_stages(const W4TilesArgs& args, char* shared, uint64_t* filled,
-                                            uint64_t* freed, int first, int last, int row,
-                                            int token) {
-  constexpr int kStages = Shape::kStages, kBoxes = Shape::kXBoxes;
-  constexpr int kRowBytes = kW4Step / 2;
-  map_prefetch(&args.weight_map);
-  map_prefetch(&args.x_map);
-  for (int i = first; i < min(first + kStages, last); ++i) {
-    box_prefetch(&args.weight_map, i * kRowBytes, row);
+// A block's tile and its share of K, which the blocks of a cluster split.
+struct W4Share {
+  int blocks, rank;
+  int first_token, first_row;
+  int first, last;  // steps
+
+  __device__ __forceinline__ W4Share(const W4TilesArgs& args, int tokens)
+      : blocks(cluster_blocks()), rank(cluster_rank()) {
+    const int tile = blockIdx.x / blocks;
+    first_token = tile % args.token_tiles * tokens;
+    first_row = tile / args.token_tiles * kW4Rows;
+    const int share = (args.steps + blocks - 1) / blocks;
+    first = min(rank * share, args.steps);
+    last = min(first + share, args.steps);
   }
-  grid_dependency_wait();
-  for (int i = first; i < last; ++i) {
-    const int turn = i - first, stage = turn % kStages;
-    if (turn >= kStages) mbarrier_wait(freed + stage, turn / kStages + 1 & 1);
-    char* const to = shared + stage * Shape::kStageBytes;
-    mbarrier_expect(filled + stage, Shape::kStageBytes);
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      box_load(to + box * (Shape::kXBytes / kBoxes), &args.x_map,
-               i * kW4Step + box * (kW4Step / kBoxes), token, filled + stage);
+};
+
+// The barriers of a block's stages, and that of the sums that other blocks send.
+template <typename Shape>
+struct W4Barriers {
+  uint64_t filled[Shape::kStages], freed[Shape::kStages];
+  uint64_t received;
+
+  // All threads call this.
+  __device__ __forceinline__ void init(const W4Share& share) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < Shape::kStages; ++s) {
+        mbarrier_init(filled + s, 1);
+        mbarrier_init(freed + s, kW4Consumers / 32);
+      }
+      mbarrier_init(&received, 1);
+      mbarrier_init_fence();
+      const int pairs = (Shape::kPairs - share.rank + share.blocks - 1) / share.blocks;
+      if (share.blocks > 1) mbarrier_expect(&received, (share.blocks - 1) * pairs * kW4PartBytes);
     }
-    box_load(to + Shape::kXBytes, &args.weight_map, i * kRowBytes, row, filled + stage);
+    __syncthreads();
+  }
+};
+
+// Takes the registers that the loader's warpgroup gives away.
+template <typename Shape>
+__device__ __forceinline__ void take_registers() {
+  if constexpr (Shape::kDealt > 0) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kDealt));
   }
 }
 
-// Adds up the sums of a cluster's blocks and stores the tile. finish(sum, token, bias) is the
-// result of a sum before the activation; token 0 is that of the lane's first sum.
+// Loads the share's steps; one thread does.
+template <typename Shape>
+__device__ __forceinline__ void load_stages(const W4TilesArgs& args, const W4Share& share,
+                                            char* shared, W4Barriers<Shape>& barriers) {
+  constexpr int kBoxes = Shape::kXBoxes;
+  constexpr int kRowBytes = kW4Step / 2;
+  const int first = share.first, last = share.last;
+  map_prefetch(&args.weight_map);
+  map_prefetch(&args.x_map);
+#pragma unroll 1
+  for (int i = first; i < min(first + Shape::kStages, last); ++i) {
+    box_prefetch(&args.weight_map, i * kRowBytes, share.first_row);
+  }
+  grid_dependency_wait();
+  int stage = 0;
+  uint32_t parity = 1;
+#pragma unroll 1  // the loader has few registers
+  for (int i = first; i < last; ++i) {
+    mbarrier_wait(barriers.freed + stage, parity);  // at once, the first time
+    uint64_t* const filled = barriers.filled + stage;
+    char* const to = shared + stage * Shape::kStageBytes;
+    mbarrier_expect(filled, Shape::kStageBytes);
+    box_load(to + Shape::kXBytes, &args.weight_map, i * kRowBytes, share.first_row, filled);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      box_load(to + box * (Shape::kXBytes / kBoxes), &args.x_map,
+               i * kW4Step + box * (kW4Step / kBoxes), share.first_token, filled);
+    }
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+  }
+}
+
+// Joins the cluster's barrier by which finish_tile() knows that no block reads its stages any more.
+// All reads were used, so that no memory has to be made visible.
+__device__ __forceinline__ void stages_were_read() {
+  cluster_arrive_relaxed();
+  cluster_wait();
+}
+
+// All that the threads behind those that multiply do.
+template <typename Shape>
+__device__ __forceinline__ void run_loader(const W4TilesArgs& args, const W4Share& share,
+                                           char* shared, W4Barriers<Shape>& barriers) {
+  if (Shape::kDealt > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+  if (threadIdx.x == Shape::kConsumers) load_stages<Shape>(args, share, shared, barriers);
+  __syncwarp();
+  if (share.blocks > 1) stages_were_read();
+}
+
+// Adds up the sums of a block's groups and of a cluster's blocks, both in order, and stores the
+// tile. finish(sum, token, bias) is the result of a sum before the activation; token 0 is that of
+// the lane's first sum.
 template <typename Shape, typename Format, typename Finish>
 __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* shared,
-                                            float (&sums)[Shape::kMatrices][Shape::kTokens / 2],
-                                            int my_row, int first_row, int first_token, int blocks,
-                                            int rank, const Finish& finish) {
-  constexpr int kTokens = Shape::kTokens, kRows = Shape::kRows, kMatrices = Shape::kMatrices;
-  const int lane = threadIdx.x % 32;
-  consumers_sync();  // every stage was read
+                                            W4Barriers<Shape>& barriers,
+                                            float (&sums)[Shape::kTokens / 2], int my_row,
+                                            const Finish& finish) {
+  constexpr int kPairs = Shape::kPairs, kGroups = Shape::kGroups;
+  constexpr int kMine = kPairs / kGroups;     // pairs that a thread keeps
+  const W4Share share(args, Shape::kTokens);  // again, for want of registers
+  const int blocks = share.blocks, rank = share.rank;
+  const int lane = threadIdx.x % 32, place = threadIdx.x % kW4Consumers;
+  const int group = threadIdx.x / kW4Consumers;
+  consumers_sync<Shape>();  // every stage was read
+  float mine[kMine * 8];
+  if constexpr (kGroups == 1) {
+#pragma unroll
+    for (int i = 0; i < kMine * 8; ++i) mine[i] = sums[i];
+  } else {
+    // Each group hands the other one half of the tokens.
+    float4* const to = reinterpret_cast<float4*>(shared) + threadIdx.x;
+    const float4* const from =
+        reinterpret_cast<const float4*>(shared) + (threadIdx.x ^ kW4Consumers);
+#pragma unroll
+    for (int i = 0; i < kMine * 2; ++i) {
+      const float* const s = sums + i * 4;
+      constexpr int kOther = kMine * 8;
+      to[i * Shape::kConsumers] =
+          group == 0 ? make_float4(s[kOther], s[kOther + 1], s[kOther + 2], s[kOther + 3])
+                     : make_float4(s[0], s[1], s[2], s[3]);
+    }
+    consumers_sync<Shape>();
+#pragma unroll
+    for (int i = 0; i < kMine * 2; ++i) {
+      const float4 other = from[i * Shape::kConsumers];
+      const float others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        mine[i * 4 + j] = (group == 0 ? sums[i * 4 + j] : sums[kMine * 8 + i * 4 + j]) + others[j];
+      }
+    }
+  }
+  const int first_pair = group * kMine;
   const bool plain = blocks == 1 && args.epilogue.activation == W4Activation::kNone;
-  char* const results = shared + (plain ? 0 : kRows * kTokens * 4);
+  const int places = plain ? kPairs : (kPairs + blocks - 1) / blocks;  // pairs of this block
+  char* const parts = shared + Shape::kExchangeBytes;
+  char* const results = parts + (plain ? 0 : blocks * places * kW4PartBytes);
+  const int row = share.first_row + my_row;
+  const float low = bias_of<Format>(args.epilogue, row, args.features);
+  const float high = bias_of<Format>(args.epilogue, row + 8, args.features);
   // Stores 16 tokens: matrices of 8 rows and 8 tokens.
-  const auto store = [&](int pair, int row, const float* v) {
+  const auto store = [&](int pair, const float* v) {
     const uint32_t words[4] = {Format::pack(v), Format::pack(v + 2), Format::pack(v + 4),
                                Format::pack(v + 6)};
     const int token = pair * 16 + lane / 16 * 8 + lane % 8;
-    const int feature = row - lane / 4 + lane / 8 % 2 * 8;
-    store_turned(shared_address(results + token * Shape::kOutRow + feature * 2), words);
+    const int feature = my_row - lane / 4 + lane / 8 % 2 * 8;
+    store_turned(shared_address(results + token * kW4ResultRow + feature * 2), words);
   };
-  constexpr int kPairs = kTokens / 16;
+  if (blocks > 1) stages_were_read();
   if (plain) {
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m) {
-      const int row = my_row + m * 64;
-      const float low = bias_of<Format>(args.epilogue, first_row + row, args.features);
-      const float high = bias_of<Format>(args.epilogue, first_row + row + 8, args.features);
+    for (int pair = 0; pair < kMine; ++pair) {
+      float v[8];
 #pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        float v[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          v[j] = finish(sums[m][pair * 8 + j], pair * 16 + j / 4 * 8 + j % 2,
-                        j / 2 % 2 == 0 ? low : high);
-        }
-        store(pair, row, v);
+      for (int j = 0; j < 8; ++j) {
+        v[j] = finish(mine[pair * 8 + j], (first_pair + pair) * 16 + j / 4 * 8 + j % 2,
+                      j / 2 % 2 == 0 ? low : high);
       }
+      store(first_pair + pair, v);
     }
   } else {
-    float4* const parts = reinterpret_cast<float4*>(shared) + threadIdx.x;
+    // Block i adds up pairs i, i + blocks and so on: it is sent those sums.
+    float4* const part = reinterpret_cast<float4*>(parts) + place;
+    int owner = first_pair % blocks, at = first_pair / blocks;
 #pragma unroll
-    for (int i = 0; i < kMatrices * kPairs * 2; ++i) {
-      const float* s = sums[i / (kPairs * 2)] + i % (kPairs * 2) * 4;
-      parts[i * kW4Consumers] = make_float4(s[0], s[1], s[2], s[3]);
+    for (int pair = 0; pair < kMine; ++pair) {
+      const float* const s = mine + pair * 8;
+      const float4 halves[2] = {make_float4(s[0], s[1], s[2], s[3]),
+                                make_float4(s[4], s[5], s[6], s[7])};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float4* const to = part + ((rank * places + at) * 2 + i) * kW4Consumers;
+        if (owner == rank) {
+          *to = halves[i];
+        } else {
+          send_remote(to, &barriers.received, owner, halves[i]);
+        }
+      }
+      if (++owner == blocks) owner = 0, ++at;
     }
-    if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
-    }
-    for (int i = rank; i < kMatrices * kPairs; i += blocks) {
-      const int row = my_row + i / kPairs * 64;
+    consumers_sync<Shape>();
+    if (blocks > 1) mbarrier_wait_cluster(&barriers.received, 0);
+    for (int i = group; i < places; i += kGroups) {
+      const int pair = i * blocks + rank;
+      if (pair >= kPairs) break;
       float v[8] = {};
-      for (int b = 0; b < blocks; ++b) {
-        const float4* from = parts + i * 2 * kW4Consumers;
-        const float4 first_part = blocks == 1 ? from[0] : load_remote(from, b);
-        const float4 second_part =
-            blocks == 1 ? from[kW4Consumers] : load_remote(from + kW4Consumers, b);
+      const float4* from = part + i * 2 * kW4Consumers;
+#pragma unroll 4
+      for (int b = 0; b < blocks; ++b, from += places * 2 * kW4Consumers) {
+        const float4 first_part = from[0], second_part = from[kW4Consumers];
         v[0] += first_part.x, v[1] += first_part.y, v[2] += first_part.z, v[3] += first_part.w;
         v[4] += second_part.x, v[5] += second_part.y, v[6] += second_part.z, v[7] += second_part.w;
       }
-      const float low = bias_of<Format>(args.epilogue, first_row + row, args.features);
-      const float high = bias_of<Format>(args.epilogue, first_row + row + 8, args.features);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        v[j] = activated(args.epilogue.activation, finish(v[j], i % kPairs * 16 + j / 4 * 8 + j % 2,
-                                                          j / 2 % 2 == 0 ? low : high));
+        v[j] = activated(args.epilogue.activation,
+                         finish(v[j], pair * 16 + j / 4 * 8 + j % 2, j / 2 % 2 == 0 ? low : high));
       }
-      store(i % kPairs, row, v);
+      store(i, v);
     }
   }
-  if (blocks > 1) cluster_arrive();
-  consumers_sync();
-  constexpr int kChunks = kRows / 8;  // of 16 bytes, a token
+  consumers_sync<Shape>();
+  constexpr int kChunks = kW4Rows / 8;  // of 16 bytes, a token
   const bool whole = args.features % 8 == 0;
-  for (int i = threadIdx.x; i < kTokens * kChunks; i += kW4Consumers) {
-    const int token = i / kChunks, feature = i % kChunks * 8;
-    if (first_token + token >= args.tokens || first_row + feature >= args.features) continue;
-    if (blocks > 1 && (feature / 64 % kMatrices * (kTokens / 16) + token / 16) % blocks != rank)
-      continue;
-    const uint4 v = *reinterpret_cast<const uint4*>(results + token * Shape::kOutRow + feature * 2);
-    uint16_t* const to =
-        args.out + (first_token + token) * int64_t{args.features} + first_row + feature;
+  for (int i = threadIdx.x; i < places * 16 * kChunks; i += Shape::kConsumers) {
+    const int slot = i / kChunks, feature = share.first_row + i % kChunks * 8;
+    const int pair = slot / 16 * blocks + rank;
+    const int token = share.first_token + pair * 16 + slot % 16;
+    if (pair >= kPairs || token >= args.tokens || feature >= args.features) continue;
+    const uint4 v =
+        *reinterpret_cast<const uint4*>(results + slot * kW4ResultRow + i % kChunks * 16);
+    uint16_t* const to = args.out + token * int64_t{args.features} + feature;
     if (whole) {
       *reinterpret_cast<uint4*>(to) = v;
       continue;
@@ -156,12 +273,11 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if (first_row + feature + j < args.features) {
+      if (feature + j < args.features) {
         to[j] = static_cast<uint16_t>(words[j / 2] >> j % 2 * 16);
       }
     }
   }
-  if (blocks > 1) cluster_wait();
 }
 
 }  // namespace tiercel

@@ -6,13 +6,16 @@
 // neither shared memory nor a second pass. Rows of the weight are therefore the product's rows, and
 // tokens its columns.
 //  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA into a
-//    ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
+//    ring of stages of 128 values of K; groups of two warpgroups decode and multiply, each
+//    warpgroup 64 rows. Up to 96 tokens there are two groups, which take the stages in turn and add
+//    up their sums at last: more warps hide the latency of decoding, which is what takes time
+//    there.
 //  - A thread needs one byte of every four of its row. It reads all of them, 16 bytes at a time
 //    (threads that share a row read the same address), and picks its bytes: ten instructions for
 //    four weights. The next 32 of K are decoded while the tensor cores multiply the last.
-//  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each leaves
-//    its sums in its shared memory and adds up those of every block for its share of the tokens, in
-//    the order of K.
+//  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each sends
+//    the others their shares of the tokens by asynchronous stores, and adds up its own share in the
+//    order of K. A cluster barrier that publishes such stores would wait for all memory instead.
 //  - Results are turned in shared memory, so that threads store 16 bytes of a token.
 #include <cstdint>
 #include <iterator>
@@ -21,7 +24,7 @@
 #include "kernels/gemv/w4_tile.cuh"
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/gemv/w4_weights.cuh"
-#include "kernels/sm90/cluster.cuh"
+#include "kernels/gemv/wgmma_96.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/wgmma.cuh"
@@ -31,182 +34,161 @@ namespace {
 
 constexpr int kRowBytes = kW4Step / 2;  // of a row of the weight in a stage
 
-template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages, int kTogether>
-__global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
+template <bool kFloats, bool kBFloat16, int kTokens, int kGroups, int kStages, int kBuffers>
+__global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
     w4_tiles(const __grid_constant__ W4TilesArgs args) {
-  using Shape = W4Tile<kTokens, kRows, kStages, 2>;
+  using Shape = W4Tile<kTokens, kGroups, kStages, 1, 2>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
-  constexpr int kMatrices = Shape::kMatrices;
+  // With the registers, words are loaded one chunk ahead of their use.
+  constexpr bool kAhead = kBuffers == 4;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t filled[kStages], freed[kStages];
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32;
-  const int blocks = cluster_blocks(), rank = cluster_rank();
-  const int tile = blockIdx.x / blocks;
-  const int first_token = tile % args.token_tiles * kTokens;
-  const int first_row = tile / args.token_tiles * kRows;
-  const int share = (args.steps + blocks - 1) / blocks;
-  const int first = min(rank * share, args.steps), last = min(first + share, args.steps);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(filled + s, 1);
-      mbarrier_init(freed + s, kW4Consumers / 32);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
+  __shared__ W4Barriers<Shape> barriers;
+  const W4Share share(args, kTokens);
+  barriers.init(share);
   grid_dependency_launch();
-
-  // Alone on a multiprocessor, the loader's warpgroup gives registers to the others: of 384 times
-  // 168, 128 times 24 and 256 times 240.
-  if (warp >= kW4Consumers / 32) {
-    if (kTogether == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == kW4Consumers / 32 && lane == 0) {
-      load_stages<Shape>(args, shared, filled, freed, first, last, first_row, first_token);
-    }
-    __syncwarp();
-    if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
-      cluster_arrive();
-      cluster_wait();
-    }
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp >= Shape::kConsumers / 32) {
+    run_loader<Shape>(args, share, shared, barriers);
     return;
   }
-  if (kTogether == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  take_registers<Shape>();
 
   grid_dependency_wait();
-  // Rows of this thread, within the block, are my_row + 64 m and 8 further.
-  const int my_row = warp / 4 * (64 * kMatrices) + warp % 4 * 16 + lane / 4;
-  uint32_t scale_rows[kMatrices][2], zero_rows[kMatrices][2];  // bytes
+  const int lane = threadIdx.x % 32;
+  const int group = warp / (kW4Consumers / 32);
+  // Rows of this thread, within the block, are my_row and 8 further.
+  const int my_row = warp % (kW4Consumers / 32) * 16 + lane / 4;
+  uint32_t scale_rows[2], zero_rows[2];  // bytes
 #pragma unroll
-  for (int m = 0; m < kMatrices; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t row = min(first_row + my_row + m * 64 + half * 8, args.features - 1);
-      scale_rows[m][half] = row * static_cast<uint32_t>(args.scales.scale_row);
-      zero_rows[m][half] = row * static_cast<uint32_t>(args.scales.zero_row);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t row = min(share.first_row + my_row + half * 8, args.features - 1);
+    scale_rows[half] = row * static_cast<uint32_t>(args.scales.scale_row);
+    zero_rows[half] = row * static_cast<uint32_t>(args.scales.zero_row);
   }
-  float sums[kMatrices][kTokens / 2];
+  float sums[kTokens / 2];
 #pragma unroll
-  for (int m = 0; m < kMatrices; ++m) {
-#pragma unroll
-    for (float& sum : sums[m]) sum = 0.0f;
-  }
+  for (float& sum : sums) sum = 0.0f;
   const uint32_t choice = byte_choice<kFloats>(lane % 4);
   const uint32_t base = shared_address(shared);
-  const uint32_t swizzle = lane / 8;  // of chunks of 16 bytes, by rows of 64
-  StepBits<kFloats> bits[kMatrices][2];
+  const uint64_t tiles = rows_descriptor(base);
+  // This thread's first row of weights, and chunks of 16 bytes swizzled by rows.
+  const char* const weights = shared + Shape::kXBytes + my_row * kRowBytes;
+  const uint32_t swizzle = lane / 8 * 16;
+  StepBits<kFloats> bits[2];
   const auto load_bits = [&](int step) {
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        load_scales<kFloats>(bits[m][half], args.scales, args.scales.scale, args.scales.zero,
-                             scale_rows[m][half], zero_rows[m][half], step * kW4Step, args.k);
-      }
+    for (int half = 0; half < 2; ++half) {
+      load_scales<kFloats>(bits[half], args.scales, args.scales.scale, args.scales.zero,
+                           scale_rows[half], zero_rows[half], min(step, share.last - 1) * kW4Step,
+                           args.k);
     }
   };
-  StepScales<kFloats> scales[kMatrices][2];
+  StepScales<kFloats> scales[2];
   const auto unpack_bits = [&] {
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m) {
+    for (int half = 0; half < 2; ++half) {
+      unpack_scales<kFloats, kBFloat16>(scales[half], bits[half], args.scales);
+    }
+  };
+  uint4 words[2];  // of the rows, loaded before the products of the chunk before are awaited
+  const auto load_words = [&](int stage, int chunk) {
+    const char* const from = weights + stage * Shape::kStageBytes + (chunk * 16 ^ swizzle);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        unpack_scales<kFloats, kBFloat16>(scales[m][half], bits[m][half], args.scales);
+    for (int half = 0; half < 2; ++half) {
+      words[half] = *reinterpret_cast<const uint4*>(from + half * 8 * kRowBytes);
+    }
+  };
+  uint32_t a[kBuffers][2][4];
+  // Decodes the words of the `chunk`th 32 values of K.
+  const auto decode_chunk = [&](int chunk) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = words[half];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t pairs[2];
+        decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice);
+        scale_pairs<kFloats, kBFloat16>(pairs, scales[half], chunk * 2 + i);
+        a[chunk % kBuffers][i][half] = pairs[0];
+        a[chunk % kBuffers][i][half + 2] = pairs[1];
       }
     }
   };
-  uint32_t a[2][2][kMatrices][4];
-  // The `chunk`th 32 values of K of a stage, to the buffer of its parity.
-  const auto decode_chunk = [&](int stage, int chunk) {
-    const char* const weights = shared + stage * Shape::kStageBytes + Shape::kXBytes;
-#pragma unroll
-    for (int m = 0; m < kMatrices; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 v = *reinterpret_cast<const uint4*>(
-            weights + (my_row + m * 64 + half * 8) * kRowBytes + (chunk ^ swizzle) * 16);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t pairs[2];
-          decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice);
-          scale_pairs<kFloats, kBFloat16>(pairs, scales[m][half], chunk * 2 + i);
-          a[chunk % 2][i][m][half] = pairs[0];
-          a[chunk % 2][i][m][half + 2] = pairs[1];
-        }
-      }
-    }
-  };
-  int stage = 0;
+  int stage = group;
   uint32_t parity = 0;
-  if (first < last) {
-    load_bits(first);
+  int step = share.first + group;
+  if (step < share.last) {
+    load_bits(step);
     unpack_bits();
-    load_bits(min(first + 1, last - 1));
-    mbarrier_wait(filled, 0);
-    decode_chunk(0, 0);
+    load_bits(step + kGroups);
+    mbarrier_wait(barriers.filled + stage, 0);
+    load_words(stage, 0);
+    decode_chunk(0);
+    if (kAhead) load_words(stage, 1);
   }
-  for (int step = first; step < last; ++step) {
-    const uint32_t x = base + stage * Shape::kStageBytes;
+  for (; step < share.last; step += kGroups) {
+    const uint64_t x = tiles + stage * (Shape::kStageBytes >> 4);
     // The last step decodes its own first values once more, without a branch among products.
-    const bool more = step + 1 < last;
-    const int next_stage = !more ? stage : stage + 1 == kStages ? 0 : stage + 1;
-    const uint32_t next_parity = parity ^ (more && next_stage == 0);
+    const bool more = step + kGroups < share.last;
+    int next_stage = stage;
+    uint32_t next_parity = parity;
+    if (more) {
+      next_stage += kGroups;
+      if (next_stage >= kStages) next_stage -= kStages, next_parity ^= 1;
+    }
 #pragma unroll
     for (int chunk = 0; chunk < 4; ++chunk) {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint64_t b =
-            rows_descriptor(x + chunk / 2 * (Shape::kXBytes / 2) + (chunk % 2 * 2 + i) * 32);
-#pragma unroll
-        for (int m = 0; m < kMatrices; ++m) {
-          wgmma_from_registers<kBFloat16, false>(sums[m], a[chunk % 2][i][m], b, true);
+        const int place = chunk / 2 * (Shape::kXBytes / 2) + (chunk % 2 * 2 + i) * 32;
+        if constexpr (kTokens == 96) {
+          wgmma_96_from_registers<kBFloat16>(sums, a[chunk % kBuffers][i], x + (place >> 4));
+        } else {
+          wgmma_from_registers<kBFloat16, false>(sums, a[chunk % kBuffers][i], x + (place >> 4),
+                                                 true);
         }
       }
       wgmma_commit();
-      if (chunk == 3) {
-        unpack_bits();
-        mbarrier_wait(filled + next_stage, next_parity);
-      }
-      wgmma_wait<1>();
-      decode_chunk(chunk < 3 ? stage : next_stage, (chunk + 1) % 4);
+      if (chunk == (kAhead ? 2 : 3)) mbarrier_wait(barriers.filled + next_stage, next_parity);
+      if (chunk == 3) unpack_bits();
+      wgmma_wait<kAhead ? 2 : 1>();
+      if (!kAhead) load_words(chunk < 3 ? stage : next_stage, (chunk + 1) % 4);
+      decode_chunk((chunk + 1) % 4);
+      if (kAhead) load_words(chunk < 2 ? stage : next_stage, (chunk + 2) % 4);
     }
-    load_bits(min(step + 2, last - 1));
+    load_bits(step + 2 * kGroups);
     // The compiler runs products one by one if some are in flight at the loop's end.
     wgmma_wait<0>();
-#pragma unroll
-    for (int m = 0; m < kMatrices; ++m) wgmma_settle(sums[m]);
-    if (lane == 0) mbarrier_arrive(freed + stage);
+    wgmma_settle(sums);
+    if (lane == 0) mbarrier_arrive(barriers.freed + stage);
     stage = next_stage, parity = next_parity;
   }
 
   float factor = missing_power<kBFloat16>(args.scales.format);
   if (args.epilogue.global_scale != nullptr) factor *= *args.epilogue.global_scale;
   const auto finish = [&](float sum, int, float bias) { return fmaf(sum, factor, bias); };
-  finish_tile<Shape, Format>(args, shared, sums, my_row, first_row, first_token, blocks, rank,
-                             finish);
+  finish_tile<Shape, Format>(args, shared, barriers, sums, my_row, finish);
 }
 
-#define TIERCEL_TILES(floats, bfloat16, tokens, rows, stages, together, name)                     \
-  {tokens,                                                                                        \
-   rows,                                                                                          \
-   floats,                                                                                        \
-   bfloat16,                                                                                      \
-   together,                                                                                      \
-   stages,                                                                                        \
-   Kernel(                                                                                        \
-       "w4_tiles<" name ", tokens=" #tokens ", rows=" #rows ">",                                  \
-       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, rows, stages, together>), \
+#define TIERCEL_TILES(floats, bfloat16, tokens, groups, stages, buffers, name)                     \
+  {tokens,                                                                                         \
+   floats,                                                                                         \
+   bfloat16,                                                                                       \
+   groups,                                                                                         \
+   1,                                                                                              \
+   stages,                                                                                         \
+   Kernel(                                                                                         \
+       "w4_tiles<" name ", tokens=" #tokens ">",                                                   \
+       reinterpret_cast<const void*>(w4_tiles<floats, bfloat16, tokens, groups, stages, buffers>), \
        kW4MaxShared)}
 
-#define TIERCEL_TILES_OF(floats, bfloat16, name)             \
-  TIERCEL_TILES(floats, bfloat16, 32, 128, 6, 2, name),      \
-      TIERCEL_TILES(floats, bfloat16, 64, 128, 4, 2, name),  \
-      TIERCEL_TILES(floats, bfloat16, 128, 128, 5, 1, name), \
-      TIERCEL_TILES(floats, bfloat16, 256, 128, 3, 1, name)
+#define TIERCEL_TILES_OF(floats, bfloat16, name)           \
+  TIERCEL_TILES(floats, bfloat16, 32, 2, 12, 4, name),     \
+      TIERCEL_TILES(floats, bfloat16, 64, 2, 8, 4, name),  \
+      TIERCEL_TILES(floats, bfloat16, 96, 2, 6, 2, name),  \
+      TIERCEL_TILES(floats, bfloat16, 128, 1, 5, 4, name), \
+      TIERCEL_TILES(floats, bfloat16, 256, 1, 3, 4, name)
 
 const W4TilesKernel kKernels[] = {TIERCEL_TILES_OF(true, true, "e2m1, bfloat16"),
                                   TIERCEL_TILES_OF(false, true, "int4, bfloat16"),

@@ -26,28 +26,46 @@ struct W4TilesArgs {
 };
 
 inline constexpr int kW4Step = 128;       // values of K, a stage
-inline constexpr int kW4Consumers = 256;  // threads that multiply
-// With the loader: a warp of it, or a warpgroup where registers are dealt out again.
-constexpr int w4_threads(int together) { return kW4Consumers + (together == 1 ? 128 : 32); }
+inline constexpr int kW4Rows = 128;       // of the weight, a block
+inline constexpr int kW4Consumers = 256;  // threads of a group, which multiply a stage
 inline constexpr int kW4MaxShared = 226 * 1024;
+
+// Registers of a thread that multiplies, alone on a multiprocessor, where the loader's warpgroup
+// gives some away: of 384 threads times 168, 128 times 24 and 256 times 240; of 640 times 96, 128
+// times 24 and 512 times 112. 0 where threads keep what they have.
+constexpr int w4_dealt_registers(int together, int groups) {
+  return together > 1 ? 0 : groups == 1 ? 240 : 112;
+}
+// With the loader: a warp of it, or a warpgroup where registers are dealt out again.
+constexpr int w4_threads(int together, int groups) {
+  return kW4Consumers * groups + (together == 1 ? 128 : 32);
+}
 
 struct W4TilesKernel {
   int tokens;   // of a block
-  int rows;     // of the weight, a block
   bool floats;  // e2m1 weights; else whole numbers
   bool bfloat16;
+  int groups;    // of threads, which take stages in turn
   int together;  // blocks per multiprocessor
   int stages;
   Kernel kernel;
 };
 
-constexpr int w4_stage_bytes(int tokens, int rows, int value_bytes) {
-  return rows * (kW4Step / 2) + tokens * (kW4Step * value_bytes);
+constexpr int w4_stage_bytes(int tokens, int value_bytes) {
+  return kW4Rows * (kW4Step / 2) + tokens * (kW4Step * value_bytes);
 }
 
-// Bytes for the sums of the blocks of a cluster and for the result, in place of the stages.
-constexpr int w4_result_bytes(int tokens, int rows, bool split) {
-  return rows * tokens * (split ? 4 : 0) + tokens * (rows * 2 + 16);
+// In place of the stages: sums that a block's groups exchange,
+constexpr int w4_exchange_bytes(int tokens, int groups) {
+  return groups == 1 ? 0 : tokens * kW4Rows * 4;
+}
+inline constexpr int kW4PartBytes = 16 * kW4Rows * 4;  // sums of 16 tokens from another block,
+inline constexpr int kW4ResultRow = kW4Rows * 2 + 16;  // and a token's results.
+
+constexpr int w4_result_bytes(int tokens, int groups, int blocks, bool parts) {
+  const int pairs = (tokens / 16 + blocks - 1) / blocks;
+  return w4_exchange_bytes(tokens, groups) + (parts ? blocks * pairs * kW4PartBytes : 0) +
+         pairs * 16 * kW4ResultRow;
 }
 
 const W4TilesKernel* w4_tiles_kernels(int* count);

@@ -63,7 +63,10 @@ def test_tiles(tokens, layout):
 
 
 @pytest.mark.parametrize("layout", ["nvfp4", "int4-64"])
-@pytest.mark.parametrize("tiles", [(32, 128, 1), (64, 128, 2), (128, 128, 4), (256, 128, 1)])
+@pytest.mark.parametrize(
+    "tiles",
+    [(32, 128, 1), (64, 128, 5), (96, 128, 3), (128, 128, 4), (256, 128, 1), (256, 128, 3)],
+)
 def test_every_kernel(layout, tiles):
     check(tiles[0] + 3, 200, 576, layout, tiles=(tiles,), bias=True, activation=1)
 
@@ -77,3 +80,5 @@ def test_in_any_order():
     for seed in (1, 2):
         with options(seed=seed):
             check(40, 130, 1408, "mxfp4", tiles=((64, 128, 4),), activation=3)
+            check(90, 130, 1408, "nvfp4", tiles=((96, 128, 3),))
+            check(40, 130, 3072, "int4-128-zero", tiles=((64, 128, 1),))

@@ -77,8 +77,8 @@ def test_gpt_oss(tokens):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("layout", ["mxfp4", "nvfp4", "int4-64-zero"])
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("shape", [(32, 128), (64, 128), (128, 128), (256, 128)])
+@pytest.mark.parametrize("cluster", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", [(32, 128), (64, 128), (96, 128), (128, 128), (256, 128)])
 def test_every_kernel(shape, cluster, layout):
     for tokens, features, k in [(shape[0] + 3, 264, 1088), (9, 71, 3072)]:
         bias = torch.randn(features, device="cuda").bfloat16()

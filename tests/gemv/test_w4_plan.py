@@ -42,7 +42,7 @@ def test_sizes(kind, tokens):
     for features in (1, 100, 2880, 28672):
         for k in (64, 2880, 4096, 28672):
             got = w4(ExchangeTensor, kind, tokens, features, k, SILU)
-            assert got["cluster"] in (1, 2, 4, 8) and got["grid"] % got["cluster"] == 0
+            assert 1 <= got["cluster"] <= 8 and got["grid"] % got["cluster"] == 0
             assert got["dynamic_smem"] <= 226 * 1024 and got["block"] <= 896
             if tokens <= 16:
                 assert "_linear<tokens=" in got["kernel"]
@@ -148,7 +148,7 @@ def test_given_kernels(make):
     got = w4(make, INT4, tiles=((128, 128, 4),))
     assert (got["tokens"], got["rows"], got["cluster"]) == (128, 128, 4)
     with pytest.raises(NotImplementedError, match="there is no such kernel"):
-        w4(make, INT4, tiles=((96, 128, 1),))
+        w4(make, INT4, tiles=((80, 128, 1),))
 
 
 def test_empty(make):
