@@ -114,6 +114,15 @@ __device__ __forceinline__ uint32_t block_by_columns(uint32_t tile, int pitch, i
   return tile + (row + lane % 16) * pitch + (column + lane / 16 * 8) * 2;
 }
 
+// The place in the workspace of an element of a tile [64, K]. With kSwizzled in the layout that
+// wgmma reads: blocks of 64 columns, with vectors of 16 bytes swapped in each row.
+template <int kKeySize, bool kSwizzled>
+__device__ __forceinline__ int delta_tile_place(int row, int column) {
+  if constexpr (!kSwizzled) return (row * kKeySize + column) * 2;
+  return column / 64 * kDeltaChunk * 128 + row * 128 + (column / 8 % 8 ^ row % 8) * 16 +
+         column % 8 * 2;
+}
+
 template <typename Format>
 __device__ __forceinline__ uint32_t pack_pair(float a, float b) {
   const float pair[2] = {a, b};

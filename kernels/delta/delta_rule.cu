@@ -15,6 +15,7 @@
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/wgmma.cuh"
 
 namespace tiercel {
@@ -28,7 +29,9 @@ constexpr int kMultiply = 224, kLoad = 56;  // registers of a thread
 static_assert(delta_registers_fit(kMultiply, kLoad));
 
 template <int kKeySize, bool kChannels>
-struct Memory : DeltaRing<delta_rule_stages(kChannels), delta_rule_stage(kKeySize, kChannels, 0)> {
+struct Memory
+    : DeltaRing<delta_rule_stages(kChannels, kDeltaGroups),
+                delta_rule_stage(kKeySize, kChannels, 0), kChannels> {
   static constexpr int kTile = kTokens * kKeySize * 2;
 
   struct Stage {
@@ -59,21 +62,28 @@ struct Work {
 
 template <int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
-                                           const typename Memory<kKeySize, kChannels>::Stage& stage,
-                                           const Work& work, int64_t chunk, int groups) {
+                                           const Memory<kKeySize, kChannels>& memory,
+                                           const Work& work, int64_t count) {
   constexpr int kVectors = kKeySize / 8;
   constexpr int kTile = Memory<kKeySize, kChannels>::kTile;
+  const auto stage = memory.stage(count);
+  const int64_t chunk = work.segment.first + count;
   const int64_t first = work.sequence.begin + chunk * kTokens;
   const int rows = static_cast<int>(min(int64_t{kTokens}, work.sequence.end - first));
   const int64_t place = (work.sequence.place + chunk) * args.v_heads + work.head;
   const char* const matrices = args.matrices + place * 2 * kDeltaMatrixBytes;
+  const int thread = threadIdx.x % kDeltaLoaders;
   if constexpr (kChannels) {
-    const char* const tiles = args.tiles + place * 3 * kTile;
-    copy_tile<kVectors>(stage.k, tiles, kKeySize * 2, kTokens, kVectors);
-    if (!kTransition) {
-      copy_tile<kVectors>(stage.q, tiles + kTile, kKeySize * 2, kTokens, kVectors);
+    // The first kernel leaves these in the layout that wgmma reads.
+    if (thread == 0) {
+      const char* const tiles = args.tiles + place * 3 * kTile;
+      auto* const full = static_cast<uint64_t*>(__cvta_shared_to_generic(memory.full(count)));
+      mbarrier_expect(full, (kTransition ? 2 : 3) * kTile);
+      bulk_load(__cvta_shared_to_generic(stage.k), tiles, (kTransition ? 1 : 3) * kTile, full);
+      if (kTransition) {
+        bulk_load(__cvta_shared_to_generic(stage.added), tiles + 2 * kTile, kTile, full);
+      }
     }
-    copy_tile<kVectors>(stage.added, tiles + 2 * kTile, kKeySize * 2, kTokens, kVectors);
   } else {
     const int key_head = work.head / (args.v_heads / args.k_heads);
     copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
@@ -84,7 +94,7 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
     }
   }
   const char* const v = delta_row(args, args.v, first, work.head);
-  for (int group = 0; group < groups; ++group) {
+  for (int group = 0; group < memory.groups; ++group) {
     const int column = (work.slice + group) * kDeltaSlice;
     const bool real = column < args.value_size;
     copy_tile<8>(stage.v + group * kBlock, real ? v + column * 2 : v, args.v.token, real ? rows : 0,
@@ -93,9 +103,9 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
   copy_tile<8, true>(stage.solved, matrices, 128, kTokens, 8);
   if (!kTransition) copy_tile<8, true>(stage.scores, matrices + kDeltaMatrixBytes, 128, kTokens, 8);
   const float* const factors = args.factors + place * kDeltaFactors;
-  const int thread = threadIdx.x % kDeltaLoaders;
-  if (thread < kFactorVectors)
+  if (thread < kFactorVectors) {
     async_copy_16(stage.factors + thread * 16, factors + 4 * thread, true);
+  }
 }
 
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
@@ -295,7 +305,8 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     gated_delta_rule(const __grid_constant__ DeltaRuleArgs args) {
   extern __shared__ __align__(1024) char shared[];
   Memory<kKeySize, kChannels> memory;
-  const int group = memory.set_up(shared);
+  // With a gate per channel one thread arrives for the bulk copies too.
+  const int group = memory.set_up(shared, kDeltaLoaders + (kChannels ? 1 : 0));
   const int groups = memory.groups;
   grid_dependency_wait();
   grid_dependency_launch();
@@ -315,8 +326,7 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     set_registers<kLoad, false>();
     if (!needed) return;
     load_stages(memory, work.segment.last - work.segment.first, [&](int64_t count) {
-      copy_stage<kKeySize, kChannels, kTransition>(args, memory.stage(count), work,
-                                                   work.segment.first + count, groups);
+      copy_stage<kKeySize, kChannels, kTransition>(args, memory, work, count);
     });
   } else {
     set_registers<kMultiply, true>();
@@ -340,7 +350,7 @@ __global__ void __launch_bounds__(kDeltaScanThreads)
                          ", channels=" #channels ">"                                          \
                        : "gated_delta_rule<" #dtype ", K=" #size ", channels=" #channels ">", \
           reinterpret_cast<const void*>(gated_delta_rule<dtype, size, channels, transition>), \
-          delta_rule_smem(size, channels, kDeltaGroups))}
+          delta_rule_most_smem(size, channels))}
 
 const DeltaRuleKernel kKernels[] = {
     TIERCEL_RULE(BFloat16, 64, false, false),
