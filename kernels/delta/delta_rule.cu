@@ -51,6 +51,11 @@ struct Memory
   }
 };
 
+// The operand `bytes` further, of the same layout. Tiles lie below 2^18, so that no sum carries.
+__device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
+  return descriptor + (bytes >> 4);
+}
+
 // The slice, segment and sequence of a block.
 struct Work {
   DeltaSequence sequence;
@@ -58,12 +63,31 @@ struct Work {
   int64_t slot;
   int head;
   int slice;  // the block's first
+
+  // The row of the segment's first token; the others follow at distances of a token.
+  __device__ __forceinline__ char* rows(const DeltaRuleArgs& args, const DeltaHeads& heads,
+                                        int of_head) const {
+    const int64_t begin = sequence.begin + segment.first * kTokens;
+    return const_cast<char*>(delta_row(args, heads, begin, of_head));
+  }
+};
+
+// What the threads that load copy from: rows of the segment's first token.
+struct Sources {
+  const char *k, *q, *v;
+
+  __device__ __forceinline__ Sources(const DeltaRuleArgs& args, const Work& work) {
+    const int key_head = work.head / (args.v_heads / args.k_heads);
+    k = work.rows(args, args.k, key_head), q = work.rows(args, args.q, key_head);
+    v = work.rows(args, args.v, work.head);
+  }
 };
 
 template <int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
                                            const Memory<kKeySize, kChannels>& memory,
-                                           const Work& work, int64_t count) {
+                                           const Work& work, const Sources& sources,
+                                           int64_t count) {
   constexpr int kVectors = kKeySize / 8;
   constexpr int kTile = Memory<kKeySize, kChannels>::kTile;
   const auto stage = memory.stage(count);
@@ -85,15 +109,14 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
       }
     }
   } else {
-    const int key_head = work.head / (args.v_heads / args.k_heads);
-    copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
+    copy_tile<kVectors>(stage.k, sources.k + count * kTokens * args.k.token, args.k.token, rows,
                         kVectors);
     if (!kTransition) {
-      copy_tile<kVectors>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
+      copy_tile<kVectors>(stage.q, sources.q + count * kTokens * args.q.token, args.q.token, rows,
                           kVectors);
     }
   }
-  const char* const v = delta_row(args, args.v, first, work.head);
+  const char* const v = sources.v + count * kTokens * args.v.token;
   for (int group = 0; group < memory.groups; ++group) {
     const int column = (work.slice + group) * kDeltaSlice;
     const bool real = column < args.value_size;
@@ -155,11 +178,32 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   float found[2 * kPairs * 4], out[2 * kPairs * 4];
 #pragma unroll
   for (int i = 0; i < 2 * kPairs * 4; ++i) found[i] = out[i] = 0.0f;
+  uint32_t results[kPairs * 4] = {};
   const int64_t chunks = work.segment.last - work.segment.first;
+  char* to = nullptr;
+  if (!kTransition && chunks > 0) {
+    to = work.rows(args, args.out, work.head) + (column + place.warp * 16 + place.along) * 2;
+  }
+  const auto multiply_queries = [&](uint64_t queries, int part) {
+#pragma unroll
+    for (int i = 0; i < kDepths / 2; ++i) {
+      const int depth = part * kDepths / 2 + i;
+      wgmma_from_registers<kBFloat16, false>(
+          out, rounded[depth], further(queries, depth / 4 * kBlock + depth % 4 * 32), depth > 0);
+    }
+    wgmma_commit();
+  };
+
+  // Five products, three of which depend on each other and on the chunk before. The others fill the
+  // gaps in which tensor cores would wait for the work between these: the queries' in two halves,
+  // the scores' behind the state's. Results are stored during the next chunk.
+  if (chunks > 0) mbarrier_wait(memory.full(0), memory.parity(0));
 #pragma unroll 1
   for (int64_t count = 0; count < chunks; ++count) {
     const auto stage = memory.stage(count);
-    mbarrier_wait(memory.full(count), memory.parity(count));
+    const uint64_t keys = rows_descriptor(stage.k), queries = rows_descriptor(stage.q);
+    const uint64_t solved = rows_descriptor(stage.solved), scores = rows_descriptor(stage.scores);
+    const uint64_t added = turned_descriptor(stage.added, kBlock);
 
     // The state's products with keys and queries.
     wgmma_settle(found);
@@ -168,18 +212,15 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
 #pragma unroll
     for (int depth = 0; depth < kDepths; ++depth) {
       wgmma_from_registers<kBFloat16, false>(
-          found, rounded[depth], rows_descriptor(stage.k + depth / 4 * kBlock + depth % 4 * 32),
-          depth > 0);
+          found, rounded[depth], further(keys, depth / 4 * kBlock + depth % 4 * 32), depth > 0);
     }
     wgmma_commit();
     if constexpr (!kTransition) {
-#pragma unroll
-      for (int depth = 0; depth < kDepths; ++depth) {
-        wgmma_from_registers<kBFloat16, false>(
-            out, rounded[depth], rows_descriptor(stage.q + depth / 4 * kBlock + depth % 4 * 32),
-            depth > 0);
+      multiply_queries(queries, 0);
+      if (count > 0) {
+        store_rows(to, args.out.token, real ? kTokens : 0, [&](int i) { return results[i]; });
+        to += kTokens * args.out.token;
       }
-      wgmma_commit();
     }
 
     // The values less what the keys find.
@@ -206,10 +247,11 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      wgmma_from_registers<kBFloat16, false>(found, values[depth],
-                                             rows_descriptor(stage.solved + depth * 32), depth > 0);
+      wgmma_from_registers<kBFloat16, false>(found, values[depth], further(solved, depth * 32),
+                                             depth > 0);
     }
     wgmma_commit();
+    if constexpr (!kTransition) multiply_queries(queries, 1);
     // Earlier, between the first two products, the compiler would wait for both.
     if constexpr (kChannels) {
 #pragma unroll
@@ -223,19 +265,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) state[i] *= decay;
     }
-    if constexpr (!kTransition) {
-      wgmma_wait<1>();
-      wgmma_settle(out);
-      if constexpr (!kChannels) {
-#pragma unroll
-        for (int tile = 0; tile < 2 * kPairs; ++tile) {
-          const float2 of_q = load_two(stage.factors + (kTokens + tile * 8 + place.along) * 4);
-          out[4 * tile] *= of_q.x, out[4 * tile + 1] *= of_q.y;
-          out[4 * tile + 2] *= of_q.x, out[4 * tile + 3] *= of_q.y;
-        }
-      }
-    }
-    wgmma_wait<0>();
+    wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(found);
     uint32_t written[kPairs][4], decayed[kPairs][4];
 #pragma unroll
@@ -246,43 +276,59 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
       for (int i = 0; i < 2; ++i) {
         const float a = found[4 * tile + 2 * i], b = found[4 * tile + 2 * i + 1];
         written[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a, b);
-        decayed[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a * rest.x, b * rest.y);
+        if (!kChannels) {
+          decayed[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a * rest.x, b * rest.y);
+        }
       }
     }
 
-    // Results are stored while the state changes.
     wgmma_settle(state);
-    wgmma_settle(out);
     wgmma_fence();
-    if constexpr (!kTransition) {
-#pragma unroll
-      for (int depth = 0; depth < kPairs; ++depth) {
-        wgmma_from_registers<kBFloat16, false>(out, written[depth],
-                                               rows_descriptor(stage.scores + depth * 32), true);
-      }
-      wgmma_commit();
-    }
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      wgmma_from_registers<kBFloat16, true>(
-          state, decayed[depth], turned_descriptor(stage.added + depth * 16 * 128, kBlock), true);
+      wgmma_from_registers<kBFloat16, true>(state, kChannels ? written[depth] : decayed[depth],
+                                            further(added, depth * 16 * 128), true);
     }
     wgmma_commit();
     if constexpr (!kTransition) {
-      wgmma_wait<1>();
-      wgmma_settle(out);
-      const int64_t begin = work.sequence.begin + (work.segment.first + count) * kTokens;
-      const int rows =
-          real ? static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin)) : 0;
-      char* const to = const_cast<char*>(delta_row(args, args.out, begin, work.head)) +
-                       (column + place.warp * 16 + place.along) * 2;
-      store_rows(to, args.out.token, rows,
-                 [&](int i) { return pack_pair<Format>(out[2 * i], out[2 * i + 1]); });
+      if constexpr (!kChannels) {
+        wgmma_wait<1>();
+        wgmma_settle(out);
+#pragma unroll
+        for (int tile = 0; tile < 2 * kPairs; ++tile) {
+          const float2 of_q = load_two(stage.factors + (kTokens + tile * 8 + place.along) * 4);
+          out[4 * tile] *= of_q.x, out[4 * tile + 1] *= of_q.y;
+          out[4 * tile + 2] *= of_q.x, out[4 * tile + 3] *= of_q.y;
+        }
+        wgmma_settle(out);
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int depth = 0; depth < kPairs; ++depth) {
+        wgmma_from_registers<kBFloat16, false>(out, written[depth], further(scores, depth * 32),
+                                               true);
+      }
+      wgmma_commit();
     }
-    wgmma_wait<0>();
+    wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(state);
-    arrive(memory.empty(count));
     round_state();
+    // The state is rounded before the compiler can wait for the results: it goes round a loop first.
+    if (count + 1 < chunks) mbarrier_wait(memory.full(count + 1), memory.parity(count + 1));
+    if constexpr (!kTransition) {
+      wgmma_wait<0>();
+      wgmma_settle(out);
+#pragma unroll
+      for (int i = 0; i < kPairs * 4; ++i) {
+        results[i] = pack_pair<Format>(out[2 * i], out[2 * i + 1]);
+      }
+    }
+    arrive(memory.empty(count));
+  }
+  if (!kTransition && chunks > 0) {
+    const int64_t begin = work.sequence.begin + (work.segment.last - 1) * kTokens;
+    const auto rows = static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin));
+    store_rows(to, args.out.token, real ? rows : 0, [&](int i) { return results[i]; });
   }
 
   float* kept = args.final_state;
@@ -324,9 +370,11 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   const bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
   if (group == groups) {
     set_registers<kLoad, false>();
-    if (!needed) return;
-    load_stages(memory, work.segment.last - work.segment.first, [&](int64_t count) {
-      copy_stage<kKeySize, kChannels, kTransition>(args, memory, work, count);
+    const int64_t chunks = work.segment.last - work.segment.first;
+    if (!needed || chunks == 0) return;
+    const Sources sources(args, work);
+    load_stages(memory, chunks, [&](int64_t count) {
+      copy_stage<kKeySize, kChannels, kTransition>(args, memory, work, sources, count);
     });
   } else {
     set_registers<kMultiply, true>();
