@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
-constexpr int kThreads = kDeltaChannelThreads;
+constexpr int kThreads = kDeltaPrepareThreads;
 constexpr int kParts = 4;  // of a chunk, each with its sums of the gates
 constexpr int kRows = kTokens / kParts;
 constexpr int kStep = 4;  // rows that are decayed together

@@ -147,8 +147,8 @@ inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 // With a gate per channel: the chunk's decay of each. For gradients also each token's beta.
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
-inline constexpr int kDeltaChunkThreads = 128;
-inline constexpr int kDeltaChannelThreads = 256;  // of a block with a gate per channel
+inline constexpr int kDeltaPrepareThreads = 256;  // of a block that prepares a chunk
+inline constexpr int kDeltaChunkThreads = 128;    // of these, that invert a matrix
 inline constexpr int kDeltaSlice = 64;     // columns of a state, per warpgroup
 inline constexpr int kDeltaGroups = 2;     // warpgroups of a block that multiply, at most
 inline constexpr int kDeltaLoaders = 128;  // threads of a block beside those
@@ -160,7 +160,7 @@ inline constexpr int kDeltaScanSize = 128;   // of keys; segments are for these 
 constexpr int delta_chunks_smem(int key_size) {
   // q and k with rows of 16 bytes more, a matrix of float32, a half of one, and numbers of tokens.
   return 2 * kDeltaChunk * (2 * key_size + 16) + kDeltaChunk * (kDeltaChunk + 4) * 4 +
-         kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
+         kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 6 * kDeltaChunk * 4;
 }
 // Of one of these: the sums of the gates; one and a half tiles of keys; a matrix and half of one.
 constexpr int delta_channels_rest(int key_size) {
