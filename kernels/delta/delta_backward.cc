@@ -170,7 +170,7 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
       set(kTransitions, passes * transition_parts(sizes), kDeltaGroups);
       launches->set(kScan, part(DeltaPart::kBackScan),
                     2 * args->count * sizes.v_heads * (sizes.value_size / kDeltaScanColumns), 1,
-                    kDeltaScanThreads, 0);
+                    kDeltaScanThreads, kDeltaScanSmem);
     }
     set(kPasses, plan->pass_grid, plan->groups);
     plan->passes = launches->kernels[kPasses]->name();

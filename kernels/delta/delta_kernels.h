@@ -155,6 +155,9 @@ inline constexpr int kDeltaLoaders = 128;  // threads of a block beside those
 inline constexpr int kDeltaScanThreads = 256;
 inline constexpr int kDeltaScanColumns = 8;  // of a state, per block
 inline constexpr int kDeltaScanSize = 128;   // of keys; segments are for these only
+inline constexpr int kDeltaScanPitch = kDeltaScanSize + 4;
+inline constexpr int kDeltaScanSmem =
+    2 * kDeltaScanSize * (kDeltaScanColumns + kDeltaScanPitch) * 4;
 
 // Shared memory of a block, bytes.
 constexpr int delta_chunks_smem(int key_size) {

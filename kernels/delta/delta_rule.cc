@@ -116,7 +116,8 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
       launches->set(DeltaPart::kTransitions, *part(DeltaPart::kTransitions),
                     slots * sizes.v_heads * parts, 1, threads(kDeltaGroups),
                     delta_rule_smem(key_size, channels, kDeltaGroups));
-      launches->set(DeltaPart::kScan, *part(DeltaPart::kScan), scan_grid, 1, kDeltaScanThreads, 0);
+      launches->set(DeltaPart::kScan, *part(DeltaPart::kScan), scan_grid, 1, kDeltaScanThreads,
+                    kDeltaScanSmem);
     }
     launches->set(DeltaPart::kRule, *part(DeltaPart::kRule), plan->grid, 1, threads(groups),
                   static_cast<int>(plan->dynamic_smem));

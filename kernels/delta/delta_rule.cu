@@ -386,10 +386,11 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
 
 __global__ void __launch_bounds__(kDeltaScanThreads)
     gated_delta_rule_scan(const __grid_constant__ DeltaRuleArgs args) {
-  __shared__ DeltaScanStates states;
+  extern __shared__ __align__(1024) char shared[];
   grid_dependency_wait();
   grid_dependency_launch();
-  scan_segments<false>(args, static_cast<int>(blockIdx.x), states, args.initial_state, nullptr);
+  scan_segments<false>(args, static_cast<int>(blockIdx.x),
+                       *reinterpret_cast<DeltaScanMemory*>(shared), args.initial_state, nullptr);
 }
 
 #define TIERCEL_RULE(dtype, size, channels, transition)                                       \
@@ -414,7 +415,8 @@ const DeltaRuleKernel kKernels[] = {
     TIERCEL_RULE(Float16, 128, false, true),
     TIERCEL_RULE(Float16, 128, true, true),
     {DeltaPart::kScan, 0, DType::kFloat32, false,
-     Kernel("gated_delta_rule_scan", reinterpret_cast<const void*>(gated_delta_rule_scan), 0)},
+     Kernel("gated_delta_rule_scan", reinterpret_cast<const void*>(gated_delta_rule_scan),
+            kDeltaScanSmem)},
 };
 
 }  // namespace
