@@ -87,16 +87,19 @@ __device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, cons
 }
 
 // Copies rows of kBytes from global memory, a distance apart, into a tile; rows from `rows` on, and
-// vectors of 16 bytes from `vectors` on, are zeros.
+// vectors of 16 bytes from `vectors` on, are zeros. A multiple of a row's vectors is `threads`.
 template <int kBytes>
 __device__ __forceinline__ void copy_rows(uint32_t tile, const char* from, int64_t stride, int rows,
                                           int thread, int threads, int vectors = kBytes / 16) {
   constexpr int kVectors = kBytes / 16;
-  for (int i = thread; i < kDeltaChunk * kVectors; i += threads) {
-    const int row = i / kVectors, vector = i % kVectors;
+  const int vector = thread % kVectors, step = threads / kVectors;
+  uint32_t to = tile + thread / kVectors * (kBytes + kDeltaPad) + vector * 16;
+  const char* at = from + thread / kVectors * stride + vector * 16;
+#pragma unroll
+  for (int row = thread / kVectors; row < kDeltaChunk; row += step) {
     const bool real = row < rows && vector < vectors;
-    async_copy_16(tile + row * (kBytes + kDeltaPad) + vector * 16,
-                  from + (row < rows ? row : 0) * stride + vector * 16, real);
+    async_copy_16(to, real ? at : from, real);
+    to += step * (kBytes + kDeltaPad), at += step * stride;
   }
 }
 

@@ -4,9 +4,10 @@
 // and a head of values. Warps 0 to 3 multiply the keys, 16 rows each, and warps 4 to 7 the queries.
 //
 // In bfloat16 exp(G[i] - G[j]) is a product of two numbers, exp(G[i] - M) and exp(M - G[j]) with M
-// in the middle of a half chunk, if no channel decays by more than 2^-kRange in 16 tokens. Products
+// in the middle of a half chunk, if no channel decays by more than 2^-kRange in 8 tokens. Products
 // are those of a plain matrix then; where rows are earlier than columns they may overflow, and are
-// dropped.
+// dropped. The other decays are products of these with numbers of a channel, which are zero below
+// 2^-126: what is lost is below 2^-30 of a key or query.
 //
 // Otherwise, and in float16, rows and earlier columns are both decayed to the first of the rows, so
 // that no exponent is positive; on the diagonal, blocks of 8 x 8 are summed element by element.
@@ -26,17 +27,18 @@ namespace {
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
 constexpr int kThreads = kDeltaPrepareThreads;
-constexpr int kParts = 4;  // of a chunk, each with its sums of the gates
-constexpr int kRows = kTokens / kParts;
-constexpr int kStep = 4;  // rows that are decayed together
-constexpr float kRange = 96.0f;  // so that keys below 2^31 and their decays fit
+constexpr int kBlocks = kTokens / 16;
+constexpr int kStep = 4;         // rows that a thread decays together
+constexpr float kRange = 48.0f;  // of 8 tokens, so that keys below 2^31 and their decays fit
 
 template <int kKeySize>
 struct Numbers {
   float beta[kTokens];
   float norm_q[kTokens];
   float norm_k[kTokens];
-  float parts[kParts][kKeySize];
+  // Sums of a channel's gates, of the rows that each group of threads has.
+  static constexpr int kGroups = kThreads / (kKeySize / 4);
+  float parts[kGroups][kKeySize];
 };
 
 // The tiles of a block, and sums of its gates' logarithms, base 2.
@@ -123,7 +125,7 @@ template <typename Format, int kKeySize>
 __device__ __forceinline__ float2 multiply_rows_of(const Tiles<Format, kKeySize>& tiles, int row,
                                                    int other) {
   float2 sums = {0.0f, 0.0f};
-#pragma unroll 4
+#pragma unroll 2
   for (int column = 0; column < kKeySize; column += 4) {
     float k[4], q[4], keys[4], factors[4];
     tiles.load_four(tiles.k, row, column, k);
@@ -203,29 +205,42 @@ __global__ void __launch_bounds__(kThreads, 3)
                           args.k.token, chunk.rows, thread, kThreads);
   async_copy_commit();
 
-  // A thread has two channels of a part: sums of their gates within it.
-  const int part = thread / (kKeySize / 2), channel = thread % (kKeySize / 2) * 2;
-  const bool busy = part < kParts;
-  float2 own[kRows];
+  // A thread has four channels of some rows: sums of their gates within these.
+  constexpr int kGroups = Numbers<kKeySize>::kGroups, kRows = kTokens / kGroups;
+  static_assert(kRows % kStep == 0 && (!kFits || kRows == 8));
+  const int group = thread / (kKeySize / 4), channel = thread % (kKeySize / 4) * 4;
+  const bool aligned = reinterpret_cast<uintptr_t>(args.g) % 16 == 0;
+  float own[kRows][4];
   bool fits = kFits;
-  if (busy) {
+  {
     const int64_t stride = static_cast<int64_t>(args.v_heads) * kKeySize;
-    const float* const from = args.g + chunk.first * stride + head * kKeySize + channel;
+    const float* from = args.g + (chunk.first + group * kRows) * stride + head * kKeySize + channel;
+    const int rows = chunk.rows - group * kRows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, from += stride) {
+      uint32_t words[4] = {0, 0, 0, 0};
+      if (i < rows && aligned) {
+        load_vector(words, from);
+      } else if (i < rows) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(from[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) own[i][j] = __uint_as_float(words[j]);
+    }
+    float sum[4] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = part * kRows + i;
-      own[i] = {0.0f, 0.0f};
-      if (row < chunk.rows) own[i] = {from[row * stride], from[row * stride + 1]};
-    }
-    float2 sum = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      sum.x += kLog2E * (own[i].x < kDeltaLeastGate ? kDeltaLeastGate : own[i].x);
-      sum.y += kLog2E * (own[i].y < kDeltaLeastGate ? kDeltaLeastGate : own[i].y);
-      own[i] = sum;
+      for (int j = 0; j < 4; ++j) {
+        sum[j] += kLog2E * (own[i][j] < kDeltaLeastGate ? kDeltaLeastGate : own[i][j]);
+        own[i][j] = sum[j];
+      }
     }
-    *reinterpret_cast<float2*>(&numbers.parts[part][channel]) = sum;
-    fits = fits && fabsf(sum.x) <= kRange && fabsf(sum.y) <= kRange;
+    *reinterpret_cast<float4*>(&numbers.parts[group][channel]) =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) fits = fits && fabsf(sum[j]) <= kRange;
   }
   if (thread < kTokens) {
     const int64_t place = (chunk.first + thread) * args.v_heads + head;
@@ -236,96 +251,128 @@ __global__ void __launch_bounds__(kThreads, 3)
   {
     const bool of_k = thread >= kDeltaChunkThreads;
     const int at = thread % kDeltaChunkThreads;
-    const float norm =
-        args.l2norm ? row_norm<Format, kKeySize>(of_k ? k_tile : q_tile, at) : 1.0f;
+    const float norm = args.l2norm ? row_norm<Format, kKeySize>(of_k ? k_tile : q_tile, at) : 1.0f;
     if (at % 2 == 0) {
       (of_k ? numbers.norm_k : numbers.norm_q)[at / 2] = of_k ? norm : norm * args.scale;
     }
   }
-  float2 before[kParts + 1];  // sums up to each part
-  before[0] = {0.0f, 0.0f};
+  // Sums up to the thread's rows, to the middles of both half chunks, and to the end.
+  float begin[4] = {}, early[4] = {}, late[4] = {}, last[4] = {};
+#pragma unroll 2
+  for (int i = 0; i < kGroups; ++i) {
+    const float4 four = *reinterpret_cast<const float4*>(&numbers.parts[i][channel]);
+    const float of[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const float2 of = *reinterpret_cast<const float2*>(&numbers.parts[i][channel]);
-    before[i + 1] = {before[i].x + of.x, before[i].y + of.y};
+    for (int j = 0; j < 4; ++j) {
+      last[j] += of[j];
+      if (i + 1 == group) begin[j] = last[j];
+      if (i == kGroups / 4 - 1) early[j] = last[j];
+      if (i == kGroups / 4 * 3 - 1) late[j] = last[j];
+    }
   }
-  const float2 last = before[kParts];
   const int64_t place = static_cast<int64_t>(blockIdx.x) * args.v_heads + head;
   char* const to = args.tiles + place * 3 * kTileBytes;
   float* const factors = args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
-  if (part == 0) {
-    *reinterpret_cast<float2*>(&factors[channel]) = {exp2_approx(last.x), exp2_approx(last.y)};
+  if (group == 0) {
+    *reinterpret_cast<float4*>(&factors[channel]) =
+        make_float4(exp2_approx(last[0]), exp2_approx(last[1]), exp2_approx(last[2]),
+                    exp2_approx(last[3]));
   }
   if (kBackward && thread < kTokens) factors[kDeltaFactors + thread] = numbers.beta[thread];
   __syncthreads();
 
-  // Elements of both tiles with their decays, to the workspace.
-  const auto store = [&](int row, const float (&k)[2], const float (&q)[2], float2 sum) {
-    const float of_k = numbers.norm_k[row], of_q = numbers.norm_q[row];
-    const float2 decay = {exp2_approx(sum.x), exp2_approx(sum.y)};
-    const float2 left = {exp2_approx(last.x - sum.x), exp2_approx(last.y - sum.y)};
-    const uint32_t words[3] = {
-        pack_pair<Format>(k[0] * (decay.x * of_k), k[1] * (decay.y * of_k)),
-        pack_pair<Format>(q[0] * (decay.x * of_q), q[1] * (decay.y * of_q)),
-        pack_pair<Format>(k[0] * (left.x * of_k), k[1] * (left.y * of_k))};
-    char* const at = to + delta_tile_place<kKeySize, !kBackward>(row, channel);
+  // Rows with their decays, to the workspace and for the products.
+  const auto put = [](char* at, const float (&values)[4]) {
+    const uint32_t words[2] = {pack_pair<Format>(values[0], values[1]),
+                               pack_pair<Format>(values[2], values[3])};
+    store_vector(at, words);
+  };
+  const auto decay_rows = [&](auto plain) {
+    constexpr bool kPlain = decltype(plain)::value;
+    const bool lower = group >= kGroups / 2;
+    // From the middle of the half chunk to the chunk's begin and its end; half of what is between both
+    // middles; and to the rows.
+    float to_state[4], to_end[4], between[4];
 #pragma unroll
-    for (int j = 0; j < 3; ++j) *reinterpret_cast<uint32_t*>(at + j * kTileBytes) = words[j];
-  };
-  const auto word = [&](char* tile, int row) -> uint32_t& {
-    return *reinterpret_cast<uint32_t*>(tile + row * kTilePitch + channel * 2);
-  };
-  if (busy) {
-    const float2 begin = part == 0   ? before[0]
-                         : part == 1 ? before[1]
-                         : part == 2 ? before[2]
-                                     : before[3];
-    const float2 middle = part < 2 ? before[1] : before[3];
+    for (int j = 0; j < 4; ++j) {
+      const float middle = kPlain ? (lower ? late[j] : early[j]) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) own[i][j] += begin[j] - middle;
+      to_state[j] = exp2_approx(middle), to_end[j] = exp2_approx(last[j] - middle);
+      between[j] = exp2_approx(0.5f * (late[j] - early[j]));
+    }
 #pragma unroll 1
-    for (int first = part * kRows; first < (part + 1) * kRows; first += kStep) {
+    for (int first = group * kRows; first < (group + 1) * kRows; first += kStep) {
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        const int row = first + i;
-        float k[2], q[2];
-        Format::unpack(word(k_tile, row), k);
-        Format::unpack(word(q_tile, row), q);
-        const float2 sum = {begin.x + own[i].x, begin.y + own[i].y};
-        store(row, k, q, sum);
-        if (kFits && fits) {
-          const float2 up = {sum.x - middle.x, sum.y - middle.y};
-          const float2 decay = {exp2_approx(up.x), exp2_approx(up.y)};
-          const float2 back = {exp2_approx(-up.x), exp2_approx(-up.y)};
-          word(k_tile, row) = pack_pair<Format>(k[0] * decay.x, k[1] * decay.y);
-          word(q_tile, row) = pack_pair<Format>(q[0] * decay.x, q[1] * decay.y);
-          word(back_tile, row) = pack_pair<Format>(k[0] * back.x, k[1] * back.y);
-          if (part < 2) {
-            const float2 later = before[3];
-            word(across_tile, row) = pack_pair<Format>(k[0] * exp2_approx(later.x - sum.x),
-                                                       k[1] * exp2_approx(later.y - sum.y));
+        const int row = first + i, at = row * kTilePitch + channel * 2;
+        float k[4], q[4], left[4], sum[4];
+        {
+          const float of_k = numbers.norm_k[row], of_q = numbers.norm_q[row];
+          uint32_t words[2];
+          load_vector(words, k_tile + at);
+          unpack<Format>(words, k);
+          load_vector(words, q_tile + at);
+          unpack<Format>(words, q);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) k[j] *= of_k, q[j] *= of_q;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sum[j] = own[i][j];
+          const float decay = exp2_approx(sum[j]);
+          left[j] = k[j] * exp2_approx(kPlain ? -sum[j] : last[j] - sum[j]);
+          k[j] *= decay, q[j] *= decay;
+        }
+        if constexpr (kPlain) {
+          put(k_tile + at, k);
+          put(q_tile + at, q);
+          put(back_tile + at, left);
+          if (!lower) {
+            float across[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) across[j] = left[j] * between[j] * between[j];
+            put(across_tile + at, across);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            k[j] *= to_state[j], q[j] *= to_state[j], left[j] *= to_end[j];
           }
         } else {
-          *reinterpret_cast<float2*>(&sums[row * kSumPitch + channel]) = sum;
+          *reinterpret_cast<float4*>(&sums[row * kSumPitch + channel]) =
+              make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
+        char* const out = to + delta_tile_place<kKeySize, !kBackward>(row, channel);
+        put(out, k);
+        put(out + kTileBytes, q);
+        put(out + 2 * kTileBytes, left);
       }
       // The next rows' sums move to registers that the loop's instructions name.
 #pragma unroll
-      for (int i = 0; i + kStep < kRows; ++i) own[i] = own[i + kStep];
+      for (int i = 0; i + kStep < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) own[i][j] = own[i + kStep][j];
+      }
     }
+  };
+  if (kFits && fits) {
+    decay_rows(std::bool_constant<kFits>());
+  } else {
+    decay_rows(std::false_type());
   }
   __syncthreads();
+  // Elements have been divided by their rows' lengths then.
+  if (kFits && fits && thread < kTokens) numbers.norm_q[thread] = numbers.norm_k[thread] = 1.0f;
 
   const Tiles<Format, kKeySize> tiles{q_tile, k_tile, sums};
-  const int block = warp % kParts;
-  const bool of_q = warp >= kParts;
-  char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
-  char* const scores = solved + kDeltaMatrixBytes;
-  char* const keys = kBackward ? args.products + place * kDeltaMatrixBytes : nullptr;
+  const int block = warp % kBlocks;
+  const bool of_q = warp >= kBlocks;
   float products[kTiles][4] = {};
   // On the diagonal: 28 pairs of rows of each block of 8, and each row with itself.
   int row_of = 0, other_of = 0;
   float2 pair_of = {0.0f, 0.0f};
   float self = 0.0f;
-  const int low_half = warp / kParts;  // the lower one of the block's two has warps 4 to 7
+  const int low_half = warp / kBlocks;  // the lower one of the block's two has warps 4 to 7
   if (kFits && fits) {
     multiply_decayed<Format, kKeySize>(shared_address(of_q ? q_tile : k_tile),
                                        shared_address(back_tile), shared_address(across_tile),
@@ -345,34 +392,48 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   __syncthreads();
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (tile / 2 > block) continue;
+  char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
+  char* const scores = solved + kDeltaMatrixBytes;
+  char* const keys = kBackward ? args.products + place * kDeltaMatrixBytes : nullptr;
+  {
+    const int first_row = block * 16 + lane / 4, first_column = lane % 4 * 2;
+    float of_row[2], beta[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = block * 16 + lane / 4 + 8 * i, column = tile * 8 + lane % 4 * 2;
-      const float2 norm = *reinterpret_cast<const float2*>(&numbers.norm_k[column]);
-      const float own_norm = (of_q ? numbers.norm_q : numbers.norm_k)[row];
-      const bool first = of_q ? column <= row : column < row;
-      const bool second = of_q ? column + 1 <= row : column + 1 < row;
-      const float2 pair = {first ? own_norm * norm.x * products[tile][2 * i] : 0.0f,
-                           second ? own_norm * norm.y * products[tile][2 * i + 1] : 0.0f};
-      const int at = row * kTokens + column;
-      if (of_q) {
-        *reinterpret_cast<uint32_t*>(scores + at * 2) = pack_pair<Format>(pair.x, pair.y);
-        continue;
-      }
-      const float beta = numbers.beta[row];
-      *reinterpret_cast<float2*>(&matrix[row * kDeltaPitch + column]) = {beta * pair.x,
-                                                                         beta * pair.y};
-      if constexpr (kBackward) {
-        *reinterpret_cast<uint32_t*>(keys + at * 2) = pack_pair<Format>(pair.x, pair.y);
+      of_row[i] = (of_q ? numbers.norm_q : numbers.norm_k)[first_row + 8 * i];
+      beta[i] = numbers.beta[first_row + 8 * i];
+    }
+    // A lane's first elements; the others are at constant distances.
+    const int first = first_row * kTokens + first_column;
+    char* const score = scores + first * 2;
+    float* const element = matrix + first_row * kDeltaPitch + first_column;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile / 2 > block) continue;
+      const float2 norm = *reinterpret_cast<const float2*>(&numbers.norm_k[tile * 8 + first_column]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = first_row + 8 * i + (of_q ? 1 : 0), column = tile * 8 + first_column;
+        const float2 pair = {
+            column < row ? of_row[i] * (norm.x * products[tile][2 * i]) : 0.0f,
+            column + 1 < row ? of_row[i] * (norm.y * products[tile][2 * i + 1]) : 0.0f};
+        const int at = 8 * i * kTokens + tile * 8;
+        if (of_q) {
+          *reinterpret_cast<uint32_t*>(score + at * 2) = pack_pair<Format>(pair.x, pair.y);
+          continue;
+        }
+        *reinterpret_cast<float2*>(element + 8 * i * kDeltaPitch + tile * 8) = {beta[i] * pair.x,
+                                                                               beta[i] * pair.y};
+        if constexpr (kBackward) {
+          *reinterpret_cast<uint32_t*>(keys + (first + at) * 2) =
+              pack_pair<Format>(pair.x, pair.y);
+        }
       }
     }
   }
   if (!kFits || !fits) {
     __syncthreads();
-    const auto put = [&](char* matrix_of, int row, int column, float value) {
+    const auto put_one = [&](char* matrix_of, int row, int column, float value) {
       *reinterpret_cast<uint16_t*>(matrix_of + (row * kTokens + column) * 2) =
           static_cast<uint16_t>(pack_pair<Format>(value, 0.0f));
     };
@@ -380,12 +441,12 @@ __global__ void __launch_bounds__(kThreads, 3)
       const float norm = numbers.norm_k[other_of];
       const float of_keys = numbers.norm_k[row_of] * norm * pair_of.x;
       matrix[row_of * kDeltaPitch + other_of] = numbers.beta[row_of] * of_keys;
-      if constexpr (kBackward) put(keys, row_of, other_of, of_keys);
-      put(scores, row_of, other_of, numbers.norm_q[row_of] * norm * pair_of.y);
+      if constexpr (kBackward) put_one(keys, row_of, other_of, of_keys);
+      put_one(scores, row_of, other_of, numbers.norm_q[row_of] * norm * pair_of.y);
     }
     if (lane < 8) {
       const int row = block * 16 + low_half * 8 + lane;
-      put(scores, row, row, numbers.norm_q[row] * numbers.norm_k[row] * self);
+      put_one(scores, row, row, numbers.norm_q[row] * numbers.norm_k[row] * self);
     }
     __syncthreads();
   }

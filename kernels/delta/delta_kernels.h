@@ -174,9 +174,9 @@ constexpr int delta_channels_rest(int key_size) {
   return sums > tiles ? (sums > matrices ? sums : matrices) : tiles > matrices ? tiles : matrices;
 }
 constexpr int delta_channels_smem(int key_size) {
-  // q and k, and numbers of tokens and of four parts of the channels' gates.
+  // q and k, and numbers of tokens, and of four of the channels' gates for each thread.
   return 2 * kDeltaChunk * (2 * key_size + 16) + delta_channels_rest(key_size) +
-         (3 * kDeltaChunk + 4 * key_size) * 4;
+         (3 * kDeltaChunk + 4 * kDeltaPrepareThreads) * 4;
 }
 constexpr int delta_rule_stages(bool channels, int groups) { return channels && groups > 1 ? 2 : 3; }
 constexpr int delta_rule_stage(int key_size, bool channels, int groups) {
