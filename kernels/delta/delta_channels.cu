@@ -158,8 +158,8 @@ __device__ __forceinline__ void multiply_decayed(uint32_t rows, uint32_t columns
     for (int pair = 0; pair < kTiles / 2; ++pair) {
       if (pair > block) continue;
       uint32_t b[4];
-      load_matrices<false>(b, block_by_rows(pair < 2 && block >= 2 ? across : columns, kPitch,
-                                            pair * 16, depth));
+      load_matrices<false>(
+          b, block_by_rows(pair < 2 && block >= 2 ? across : columns, kPitch, pair * 16, depth));
       warp_multiply_add<Format>(products[2 * pair], a[0], a[1], a[2], a[3], b[0], b[1]);
       warp_multiply_add<Format>(products[2 * pair + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
     }
@@ -186,8 +186,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   char* const across_tile = back_tile + kTokens * kTilePitch;
   auto* const matrix = reinterpret_cast<float*>(rest);
   float* const half = matrix + kTokens * kDeltaPitch;
-  Numbers<kKeySize>& numbers =
-      *reinterpret_cast<Numbers<kKeySize>*>(rest + kRest);
+  Numbers<kKeySize>& numbers = *reinterpret_cast<Numbers<kKeySize>*>(rest + kRest);
 
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int head = blockIdx.y;
@@ -274,9 +273,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   char* const to = args.tiles + place * 3 * kTileBytes;
   float* const factors = args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
   if (group == 0) {
-    *reinterpret_cast<float4*>(&factors[channel]) =
-        make_float4(exp2_approx(last[0]), exp2_approx(last[1]), exp2_approx(last[2]),
-                    exp2_approx(last[3]));
+    *reinterpret_cast<float4*>(&factors[channel]) = make_float4(
+        exp2_approx(last[0]), exp2_approx(last[1]), exp2_approx(last[2]), exp2_approx(last[3]));
   }
   if (kBackward && thread < kTokens) factors[kDeltaFactors + thread] = numbers.beta[thread];
   __syncthreads();
@@ -290,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   const auto decay_rows = [&](auto plain) {
     constexpr bool kPlain = decltype(plain)::value;
     const bool lower = group >= kGroups / 2;
-    // From the middle of the half chunk to the chunk's begin and its end; half of what is between both
-    // middles; and to the rows.
+    // From the middle of the half chunk to the chunk's begin and its end; half of what is between
+    // both middles; and to the rows.
     float to_state[4], to_end[4], between[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -410,7 +408,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if (tile / 2 > block) continue;
-      const float2 norm = *reinterpret_cast<const float2*>(&numbers.norm_k[tile * 8 + first_column]);
+      const float2 norm =
+          *reinterpret_cast<const float2*>(&numbers.norm_k[tile * 8 + first_column]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first_row + 8 * i + (of_q ? 1 : 0), column = tile * 8 + first_column;
@@ -423,10 +422,9 @@ __global__ void __launch_bounds__(kThreads, 3)
           continue;
         }
         *reinterpret_cast<float2*>(element + 8 * i * kDeltaPitch + tile * 8) = {beta[i] * pair.x,
-                                                                               beta[i] * pair.y};
+                                                                                beta[i] * pair.y};
         if constexpr (kBackward) {
-          *reinterpret_cast<uint32_t*>(keys + (first + at) * 2) =
-              pack_pair<Format>(pair.x, pair.y);
+          *reinterpret_cast<uint32_t*>(keys + (first + at) * 2) = pack_pair<Format>(pair.x, pair.y);
         }
       }
     }

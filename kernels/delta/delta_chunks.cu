@@ -2,8 +2,8 @@
 // Prepares what a chunk needs of its queries, keys and gates before a state goes through it: for
 // each head of values the inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i)
 // below the diagonal, times beta by columns; and scale (q[i] . k[j]) decay(j to i) up to the
-// diagonal. A block has a chunk and a head of keys. Warps 0 to 3 multiply the keys, 16 rows each, and
-// then invert; warps 4 to 7 multiply the queries, and load what the next head of values needs.
+// diagonal. A block has a chunk and a head of keys. Warps 0 to 3 multiply the keys, 16 rows each,
+// and then invert; warps 4 to 7 multiply the queries, and load what the next head of values needs.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
@@ -107,7 +107,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if (tile / 2 > block) continue;
-      asm volatile("" ::: "memory");  // one tile's factors after the other's, or some would be spilled
+      asm volatile(
+          "" ::
+              : "memory");  // one tile's factors after the other's, or some would be spilled
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first_row + 8 * i, column = tile * 8 + first_column;

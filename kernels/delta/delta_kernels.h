@@ -149,9 +149,9 @@ inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
 inline constexpr int kDeltaPrepareThreads = 256;  // of a block that prepares a chunk
 inline constexpr int kDeltaChunkThreads = 128;    // of these, that invert a matrix
-inline constexpr int kDeltaSlice = 64;     // columns of a state, per warpgroup
-inline constexpr int kDeltaGroups = 2;     // warpgroups of a block that multiply, at most
-inline constexpr int kDeltaLoaders = 128;  // threads of a block beside those
+inline constexpr int kDeltaSlice = 64;            // columns of a state, per warpgroup
+inline constexpr int kDeltaGroups = 2;            // warpgroups of a block that multiply, at most
+inline constexpr int kDeltaLoaders = 128;         // threads of a block beside those
 inline constexpr int kDeltaScanThreads = 256;
 inline constexpr int kDeltaScanColumns = 8;  // of a state, per block
 inline constexpr int kDeltaScanSize = 128;   // of keys; segments are for these only
@@ -178,7 +178,9 @@ constexpr int delta_channels_smem(int key_size) {
   return 2 * kDeltaChunk * (2 * key_size + 16) + delta_channels_rest(key_size) +
          (3 * kDeltaChunk + 4 * kDeltaPrepareThreads) * 4;
 }
-constexpr int delta_rule_stages(bool channels, int groups) { return channels && groups > 1 ? 2 : 3; }
+constexpr int delta_rule_stages(bool channels, int groups) {
+  return channels && groups > 1 ? 2 : 3;
+}
 constexpr int delta_rule_stage(int key_size, bool channels, int groups) {
   // Tiles of keys and queries, both matrices, factors, and a tile of values for each group.
   return (channels ? 3 : 2) * kDeltaChunk * 2 * key_size + 2 * kDeltaMatrixBytes + 1024 +

@@ -29,9 +29,8 @@ constexpr int kMultiply = 224, kLoad = 56;  // registers of a thread
 static_assert(delta_registers_fit(kMultiply, kLoad));
 
 template <int kKeySize, bool kChannels>
-struct Memory
-    : DeltaRing<delta_rule_stages(kChannels, kDeltaGroups),
-                delta_rule_stage(kKeySize, kChannels, 0), kChannels> {
+struct Memory : DeltaRing<delta_rule_stages(kChannels, kDeltaGroups),
+                          delta_rule_stage(kKeySize, kChannels, 0), kChannels> {
   static constexpr int kTile = kTokens * kKeySize * 2;
 
   struct Stage {
@@ -313,7 +312,8 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(state);
     round_state();
-    // The state is rounded before the compiler can wait for the results: it goes round a loop first.
+    // The state is rounded before the compiler can wait for the results: it goes round a loop
+    // first.
     if (count + 1 < chunks) mbarrier_wait(memory.full(count + 1), memory.parity(count + 1));
     if constexpr (!kTransition) {
       wgmma_wait<0>();

@@ -80,7 +80,7 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
     }
     async_copy_commit();
     float4(&before)[kRows][2] = memory.states[number % 2];
-    float(&factors)[kRows][kDeltaScanPitch] = memory.factors[number % 2];
+    float (&factors)[kRows][kDeltaScanPitch] = memory.factors[number % 2];
     before[row][half] = state;
     async_copy_wait<1>();
     __syncthreads();
