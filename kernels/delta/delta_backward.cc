@@ -153,7 +153,8 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   }
   if (places > 0) {
     launches->set(kChunks, part(DeltaPart::kBackChunks), places,
-                  channels ? sizes.v_heads : sizes.k_heads, kDeltaPrepareThreads,
+                  channels ? sizes.v_heads : sizes.k_heads,
+                  channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     launches->set(
         kGradients, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,

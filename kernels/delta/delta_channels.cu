@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
-constexpr int kThreads = kDeltaPrepareThreads;
+constexpr int kThreads = kDeltaChannelThreads;
 constexpr int kBlocks = kTokens / 16;
 constexpr int kStep = 4;         // rows that a thread decays together
 constexpr float kRange = 48.0f;  // of 8 tokens, so that keys below 2^31 and their decays fit

@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (int member = 0; member < group; ++member) {
     const int head = key_head * group + member;
-    load_numbers<Format>(args, chunk.first, chunk.rows, head, threadIdx.x, numbers.gate,
-                         numbers.beta);
+    load_numbers<Format>(args, chunk.first, chunk.rows, head, numbers.gate, numbers.beta);
     float scores[kMatrixTiles][4] = {}, solved[kMatrixTiles][4] = {};  // dO U^T and Y U^T
     float of_gate[2] = {}, of_state[2] = {}, product = 0.0f, states = 0.0f;
 

@@ -147,8 +147,8 @@ inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 // With a gate per channel: the chunk's decay of each. For gradients also each token's beta.
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
-inline constexpr int kDeltaPrepareThreads = 256;  // of a block that prepares a chunk
-inline constexpr int kDeltaChunkThreads = 128;    // of these, that invert a matrix
+inline constexpr int kDeltaChunkThreads = 128;
+inline constexpr int kDeltaChannelThreads = 256;  // of a block with a gate per channel
 inline constexpr int kDeltaSlice = 64;            // columns of a state, per warpgroup
 inline constexpr int kDeltaGroups = 2;            // warpgroups of a block that multiply, at most
 inline constexpr int kDeltaLoaders = 128;         // threads of a block beside those
@@ -163,7 +163,7 @@ inline constexpr int kDeltaScanSmem =
 constexpr int delta_chunks_smem(int key_size) {
   // q and k with rows of 16 bytes more, a matrix of float32, a half of one, and numbers of tokens.
   return 2 * kDeltaChunk * (2 * key_size + 16) + kDeltaChunk * (kDeltaChunk + 4) * 4 +
-         kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 6 * kDeltaChunk * 4;
+         kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
 }
 // Of one of these: the sums of the gates; one and a half tiles of keys; a matrix and half of one.
 constexpr int delta_channels_rest(int key_size) {
@@ -176,7 +176,7 @@ constexpr int delta_channels_rest(int key_size) {
 constexpr int delta_channels_smem(int key_size) {
   // q and k, and numbers of tokens, and of four of the channels' gates for each thread.
   return 2 * kDeltaChunk * (2 * key_size + 16) + delta_channels_rest(key_size) +
-         (3 * kDeltaChunk + 4 * kDeltaPrepareThreads) * 4;
+         (3 * kDeltaChunk + 4 * kDeltaChannelThreads) * 4;
 }
 constexpr int delta_rule_stages(bool channels, int groups) {
   return channels && groups > 1 ? 2 : 3;

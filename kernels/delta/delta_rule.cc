@@ -105,7 +105,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   }
   if (places > 0) {
     launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
-                  kDeltaPrepareThreads,
+                  channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     plan->chunks = chunks->name();
   }

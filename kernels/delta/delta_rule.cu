@@ -214,17 +214,17 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
           found, rounded[depth], further(keys, depth / 4 * kBlock + depth % 4 * 32), depth > 0);
     }
     wgmma_commit();
-    if constexpr (!kTransition) {
-      multiply_queries(queries, 0);
-      if (count > 0) {
-        store_rows(to, args.out.token, real ? kTokens : 0, [&](int i) { return results[i]; });
-        to += kTokens * args.out.token;
-      }
+    if constexpr (!kTransition) multiply_queries(queries, 0);
+    uint32_t values[kPairs][4];
+    load_values(values, stage.v + group * kBlock, place.warp);
+    if (!kTransition && count > 0) {
+      // The values are in registers: their place is free.
+      store_rows_by_tile(stage.v + group * kBlock, place.warp, to, args.out.token,
+                         real ? kTokens : 0, results);
+      to += kTokens * args.out.token;
     }
 
     // The values less what the keys find.
-    uint32_t values[kPairs][4];
-    load_values(values, stage.v + group * kBlock, place.warp);
     wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(found);
 #pragma unroll
@@ -328,7 +328,8 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   if (!kTransition && chunks > 0) {
     const int64_t begin = work.sequence.begin + (work.segment.last - 1) * kTokens;
     const auto rows = static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin));
-    store_rows(to, args.out.token, real ? rows : 0, [&](int i) { return results[i]; });
+    store_rows_by_tile(memory.stage(chunks - 1).v + group * kBlock, place.warp, to, args.out.token,
+                       real ? rows : 0, results);
   }
 
   float* kept = args.final_state;

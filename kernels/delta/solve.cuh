@@ -179,11 +179,12 @@ __device__ __forceinline__ float load_beta(const DeltaRuleArgs& args, int64_t pl
                          : load_element<Format>(args.beta + place * 2);
 }
 
-// Sums of a head's gates, base 2, and its betas, by four warps, of which `thread` is one's number;
-// tokens behind the end have no effect.
+// Sums of a head's gates, base 2, and its betas, by four warps; tokens behind
+// the end have no effect.
 template <typename Format>
 __device__ __forceinline__ void load_numbers(const DeltaRuleArgs& args, int64_t first, int rows,
-                                             int head, int thread, float* sums, float* beta) {
+                                             int head, float* sums, float* beta) {
+  const int thread = threadIdx.x;
   if (thread >= kDeltaChunk && thread < 2 * kDeltaChunk) {
     const int token = thread - kDeltaChunk;
     const int64_t place = (first + token) * args.v_heads + head;
