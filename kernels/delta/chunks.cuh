@@ -87,16 +87,19 @@ __device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, cons
 }
 
 // Copies rows of kBytes from global memory, a distance apart, into a tile; rows from `rows` on, and
-// vectors of 16 bytes from `vectors` on, are zeros.
+// vectors of 16 bytes from `vectors` on, are zeros. A multiple of a row's vectors is `threads`.
 template <int kBytes>
 __device__ __forceinline__ void copy_rows(uint32_t tile, const char* from, int64_t stride, int rows,
                                           int thread, int threads, int vectors = kBytes / 16) {
   constexpr int kVectors = kBytes / 16;
-  for (int i = thread; i < kDeltaChunk * kVectors; i += threads) {
-    const int row = i / kVectors, vector = i % kVectors;
+  const int vector = thread % kVectors, step = threads / kVectors;
+  uint32_t to = tile + thread / kVectors * (kBytes + kDeltaPad) + vector * 16;
+  const char* at = from + thread / kVectors * stride + vector * 16;
+#pragma unroll
+  for (int row = thread / kVectors; row < kDeltaChunk; row += step) {
     const bool real = row < rows && vector < vectors;
-    async_copy_16(tile + row * (kBytes + kDeltaPad) + vector * 16,
-                  from + (row < rows ? row : 0) * stride + vector * 16, real);
+    async_copy_16(to, real ? at : from, real);
+    to += step * (kBytes + kDeltaPad), at += step * stride;
   }
 }
 
@@ -112,6 +115,15 @@ __device__ __forceinline__ uint32_t block_by_columns(uint32_t tile, int pitch, i
                                                      int column) {
   const int lane = threadIdx.x % 32;
   return tile + (row + lane % 16) * pitch + (column + lane / 16 * 8) * 2;
+}
+
+// The place in the workspace of an element of a tile [64, K]. With kSwizzled in the layout that
+// wgmma reads: blocks of 64 columns, with vectors of 16 bytes swapped in each row.
+template <int kKeySize, bool kSwizzled>
+__device__ __forceinline__ int delta_tile_place(int row, int column) {
+  if constexpr (!kSwizzled) return (row * kKeySize + column) * 2;
+  return column / 64 * kDeltaChunk * 128 + row * 128 + (column / 8 % 8 ^ row % 8) * 16 +
+         column % 8 * 2;
 }
 
 template <typename Format>

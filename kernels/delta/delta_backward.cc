@@ -153,7 +153,8 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   }
   if (places > 0) {
     launches->set(kChunks, part(DeltaPart::kBackChunks), places,
-                  channels ? sizes.v_heads : sizes.k_heads, kDeltaChunkThreads,
+                  channels ? sizes.v_heads : sizes.k_heads,
+                  channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     launches->set(
         kGradients, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
@@ -170,7 +171,7 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
       set(kTransitions, passes * transition_parts(sizes), kDeltaGroups);
       launches->set(kScan, part(DeltaPart::kBackScan),
                     2 * args->count * sizes.v_heads * (sizes.value_size / kDeltaScanColumns), 1,
-                    kDeltaScanThreads, 0);
+                    kDeltaScanThreads, kDeltaScanSmem);
     }
     set(kPasses, plan->pass_grid, plan->groups);
     plan->passes = launches->kernels[kPasses]->name();

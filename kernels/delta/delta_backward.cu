@@ -485,14 +485,15 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
 // By every second block, for the states that segments begin with, or their gradients.
 __global__ void __launch_bounds__(kDeltaScanThreads)
     gated_delta_rule_back_scan(const __grid_constant__ DeltaBackArgs args) {
-  __shared__ DeltaScanStates states;
+  extern __shared__ __align__(1024) char shared[];
+  DeltaScanMemory& memory = *reinterpret_cast<DeltaScanMemory*>(shared);
   grid_dependency_wait();
   grid_dependency_launch();
   const int block = static_cast<int>(blockIdx.x) / 2;
   if (blockIdx.x % 2 == 0) {
-    scan_segments<true>(args, block, states, args.grad_final, args.segment_grads);
+    scan_segments<true>(args, block, memory, args.grad_final, args.segment_grads);
   } else {
-    scan_segments<false>(args, block, states, args.initial_state, nullptr);
+    scan_segments<false>(args, block, memory, args.initial_state, nullptr);
   }
 }
 
@@ -514,7 +515,7 @@ const DeltaRuleKernel kKernels[] = {
     TIERCEL_PASSES(Float16, 128, true),
     {DeltaPart::kBackScan, 0, DType::kFloat32, false,
      Kernel("gated_delta_rule_back_scan", reinterpret_cast<const void*>(gated_delta_rule_back_scan),
-            0)},
+            kDeltaScanSmem)},
 };
 
 }  // namespace

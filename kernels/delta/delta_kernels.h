@@ -148,12 +148,16 @@ inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
 inline constexpr int kDeltaChunkThreads = 128;
-inline constexpr int kDeltaSlice = 64;     // columns of a state, per warpgroup
-inline constexpr int kDeltaGroups = 2;     // warpgroups of a block that multiply, at most
-inline constexpr int kDeltaLoaders = 128;  // threads of a block beside those
+inline constexpr int kDeltaChannelThreads = 256;  // of a block with a gate per channel
+inline constexpr int kDeltaSlice = 64;            // columns of a state, per warpgroup
+inline constexpr int kDeltaGroups = 2;            // warpgroups of a block that multiply, at most
+inline constexpr int kDeltaLoaders = 128;         // threads of a block beside those
 inline constexpr int kDeltaScanThreads = 256;
 inline constexpr int kDeltaScanColumns = 8;  // of a state, per block
 inline constexpr int kDeltaScanSize = 128;   // of keys; segments are for these only
+inline constexpr int kDeltaScanPitch = kDeltaScanSize + 4;
+inline constexpr int kDeltaScanSmem =
+    2 * kDeltaScanSize * (kDeltaScanColumns + kDeltaScanPitch) * 4;
 
 // Shared memory of a block, bytes.
 constexpr int delta_chunks_smem(int key_size) {
@@ -161,18 +165,34 @@ constexpr int delta_chunks_smem(int key_size) {
   return 2 * kDeltaChunk * (2 * key_size + 16) + kDeltaChunk * (kDeltaChunk + 4) * 4 +
          kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
 }
-constexpr int delta_channels_smem(int key_size) {
-  // Beside that, the sums of the gates.
-  return delta_chunks_smem(key_size) + kDeltaChunk * (key_size + 4) * 4;
+// Of one of these: the sums of the gates; one and a half tiles of keys; a matrix and half of one.
+constexpr int delta_channels_rest(int key_size) {
+  const int sums = kDeltaChunk * (key_size + 4) * 4;
+  const int tiles = kDeltaChunk * 3 / 2 * (2 * key_size + 16);
+  const int matrices =
+      kDeltaChunk * (kDeltaChunk + 4) * 4 + kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4;
+  return sums > tiles ? (sums > matrices ? sums : matrices) : tiles > matrices ? tiles : matrices;
 }
-constexpr int delta_rule_stages(bool channels) { return channels ? 2 : 3; }
+constexpr int delta_channels_smem(int key_size) {
+  // q and k, and numbers of tokens, and of four of the channels' gates for each thread.
+  return 2 * kDeltaChunk * (2 * key_size + 16) + delta_channels_rest(key_size) +
+         (3 * kDeltaChunk + 4 * kDeltaChannelThreads) * 4;
+}
+constexpr int delta_rule_stages(bool channels, int groups) {
+  return channels && groups > 1 ? 2 : 3;
+}
 constexpr int delta_rule_stage(int key_size, bool channels, int groups) {
   // Tiles of keys and queries, both matrices, factors, and a tile of values for each group.
   return (channels ? 3 : 2) * kDeltaChunk * 2 * key_size + 2 * kDeltaMatrixBytes + 1024 +
          groups * kDeltaChunk * kDeltaSlice * 2;
 }
 constexpr int delta_rule_smem(int key_size, bool channels, int groups) {
-  return delta_rule_stages(channels) * (delta_rule_stage(key_size, channels, groups) + 16);
+  return delta_rule_stages(channels, groups) * (delta_rule_stage(key_size, channels, groups) + 16);
+}
+constexpr int delta_rule_most_smem(int key_size, bool channels) {
+  const int one = delta_rule_smem(key_size, channels, 1);
+  const int two = delta_rule_smem(key_size, channels, kDeltaGroups);
+  return one > two ? one : two;
 }
 
 // A stage of the passes for gradients has tiles of keys and queries, both matrices, and factors.

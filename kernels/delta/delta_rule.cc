@@ -105,7 +105,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   }
   if (places > 0) {
     launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
-                  kDeltaChunkThreads,
+                  channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     plan->chunks = chunks->name();
   }
@@ -116,7 +116,8 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
       launches->set(DeltaPart::kTransitions, *part(DeltaPart::kTransitions),
                     slots * sizes.v_heads * parts, 1, threads(kDeltaGroups),
                     delta_rule_smem(key_size, channels, kDeltaGroups));
-      launches->set(DeltaPart::kScan, *part(DeltaPart::kScan), scan_grid, 1, kDeltaScanThreads, 0);
+      launches->set(DeltaPart::kScan, *part(DeltaPart::kScan), scan_grid, 1, kDeltaScanThreads,
+                    kDeltaScanSmem);
     }
     launches->set(DeltaPart::kRule, *part(DeltaPart::kRule), plan->grid, 1, threads(groups),
                   static_cast<int>(plan->dynamic_smem));

@@ -15,6 +15,7 @@
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/wgmma.cuh"
 
 namespace tiercel {
@@ -28,7 +29,8 @@ constexpr int kMultiply = 224, kLoad = 56;  // registers of a thread
 static_assert(delta_registers_fit(kMultiply, kLoad));
 
 template <int kKeySize, bool kChannels>
-struct Memory : DeltaRing<delta_rule_stages(kChannels), delta_rule_stage(kKeySize, kChannels, 0)> {
+struct Memory : DeltaRing<delta_rule_stages(kChannels, kDeltaGroups),
+                          delta_rule_stage(kKeySize, kChannels, 0), kChannels> {
   static constexpr int kTile = kTokens * kKeySize * 2;
 
   struct Stage {
@@ -48,6 +50,11 @@ struct Memory : DeltaRing<delta_rule_stages(kChannels), delta_rule_stage(kKeySiz
   }
 };
 
+// The operand `bytes` further, of the same layout. Tiles lie below 2^18, so that no sum carries.
+__device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
+  return descriptor + (bytes >> 4);
+}
+
 // The slice, segment and sequence of a block.
 struct Work {
   DeltaSequence sequence;
@@ -55,36 +62,61 @@ struct Work {
   int64_t slot;
   int head;
   int slice;  // the block's first
+
+  // The row of the segment's first token; the others follow at distances of a token.
+  __device__ __forceinline__ char* rows(const DeltaRuleArgs& args, const DeltaHeads& heads,
+                                        int of_head) const {
+    const int64_t begin = sequence.begin + segment.first * kTokens;
+    return const_cast<char*>(delta_row(args, heads, begin, of_head));
+  }
+};
+
+// What the threads that load copy from: rows of the segment's first token.
+struct Sources {
+  const char *k, *q, *v;
+
+  __device__ __forceinline__ Sources(const DeltaRuleArgs& args, const Work& work) {
+    const int key_head = work.head / (args.v_heads / args.k_heads);
+    k = work.rows(args, args.k, key_head), q = work.rows(args, args.q, key_head);
+    v = work.rows(args, args.v, work.head);
+  }
 };
 
 template <int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
-                                           const typename Memory<kKeySize, kChannels>::Stage& stage,
-                                           const Work& work, int64_t chunk, int groups) {
+                                           const Memory<kKeySize, kChannels>& memory,
+                                           const Work& work, const Sources& sources,
+                                           int64_t count) {
   constexpr int kVectors = kKeySize / 8;
   constexpr int kTile = Memory<kKeySize, kChannels>::kTile;
+  const auto stage = memory.stage(count);
+  const int64_t chunk = work.segment.first + count;
   const int64_t first = work.sequence.begin + chunk * kTokens;
   const int rows = static_cast<int>(min(int64_t{kTokens}, work.sequence.end - first));
   const int64_t place = (work.sequence.place + chunk) * args.v_heads + work.head;
   const char* const matrices = args.matrices + place * 2 * kDeltaMatrixBytes;
+  const int thread = threadIdx.x % kDeltaLoaders;
   if constexpr (kChannels) {
-    const char* const tiles = args.tiles + place * 3 * kTile;
-    copy_tile<kVectors>(stage.k, tiles, kKeySize * 2, kTokens, kVectors);
-    if (!kTransition) {
-      copy_tile<kVectors>(stage.q, tiles + kTile, kKeySize * 2, kTokens, kVectors);
+    // The first kernel leaves these in the layout that wgmma reads.
+    if (thread == 0) {
+      const char* const tiles = args.tiles + place * 3 * kTile;
+      auto* const full = static_cast<uint64_t*>(__cvta_shared_to_generic(memory.full(count)));
+      mbarrier_expect(full, (kTransition ? 2 : 3) * kTile);
+      bulk_load(__cvta_shared_to_generic(stage.k), tiles, (kTransition ? 1 : 3) * kTile, full);
+      if (kTransition) {
+        bulk_load(__cvta_shared_to_generic(stage.added), tiles + 2 * kTile, kTile, full);
+      }
     }
-    copy_tile<kVectors>(stage.added, tiles + 2 * kTile, kKeySize * 2, kTokens, kVectors);
   } else {
-    const int key_head = work.head / (args.v_heads / args.k_heads);
-    copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
+    copy_tile<kVectors>(stage.k, sources.k + count * kTokens * args.k.token, args.k.token, rows,
                         kVectors);
     if (!kTransition) {
-      copy_tile<kVectors>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
+      copy_tile<kVectors>(stage.q, sources.q + count * kTokens * args.q.token, args.q.token, rows,
                           kVectors);
     }
   }
-  const char* const v = delta_row(args, args.v, first, work.head);
-  for (int group = 0; group < groups; ++group) {
+  const char* const v = sources.v + count * kTokens * args.v.token;
+  for (int group = 0; group < memory.groups; ++group) {
     const int column = (work.slice + group) * kDeltaSlice;
     const bool real = column < args.value_size;
     copy_tile<8>(stage.v + group * kBlock, real ? v + column * 2 : v, args.v.token, real ? rows : 0,
@@ -93,9 +125,9 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
   copy_tile<8, true>(stage.solved, matrices, 128, kTokens, 8);
   if (!kTransition) copy_tile<8, true>(stage.scores, matrices + kDeltaMatrixBytes, 128, kTokens, 8);
   const float* const factors = args.factors + place * kDeltaFactors;
-  const int thread = threadIdx.x % kDeltaLoaders;
-  if (thread < kFactorVectors)
+  if (thread < kFactorVectors) {
     async_copy_16(stage.factors + thread * 16, factors + 4 * thread, true);
+  }
 }
 
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
@@ -145,11 +177,32 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   float found[2 * kPairs * 4], out[2 * kPairs * 4];
 #pragma unroll
   for (int i = 0; i < 2 * kPairs * 4; ++i) found[i] = out[i] = 0.0f;
+  uint32_t results[kPairs * 4] = {};
   const int64_t chunks = work.segment.last - work.segment.first;
+  char* to = nullptr;
+  if (!kTransition && chunks > 0) {
+    to = work.rows(args, args.out, work.head) + (column + place.warp * 16 + place.along) * 2;
+  }
+  const auto multiply_queries = [&](uint64_t queries, int part) {
+#pragma unroll
+    for (int i = 0; i < kDepths / 2; ++i) {
+      const int depth = part * kDepths / 2 + i;
+      wgmma_from_registers<kBFloat16, false>(
+          out, rounded[depth], further(queries, depth / 4 * kBlock + depth % 4 * 32), depth > 0);
+    }
+    wgmma_commit();
+  };
+
+  // Five products, three of which depend on each other and on the chunk before. The others fill the
+  // gaps in which tensor cores would wait for the work between these: the queries' in two halves,
+  // the scores' behind the state's. Results are stored during the next chunk.
+  if (chunks > 0) mbarrier_wait(memory.full(0), memory.parity(0));
 #pragma unroll 1
   for (int64_t count = 0; count < chunks; ++count) {
     const auto stage = memory.stage(count);
-    mbarrier_wait(memory.full(count), memory.parity(count));
+    const uint64_t keys = rows_descriptor(stage.k), queries = rows_descriptor(stage.q);
+    const uint64_t solved = rows_descriptor(stage.solved), scores = rows_descriptor(stage.scores);
+    const uint64_t added = turned_descriptor(stage.added, kBlock);
 
     // The state's products with keys and queries.
     wgmma_settle(found);
@@ -158,23 +211,20 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
 #pragma unroll
     for (int depth = 0; depth < kDepths; ++depth) {
       wgmma_from_registers<kBFloat16, false>(
-          found, rounded[depth], rows_descriptor(stage.k + depth / 4 * kBlock + depth % 4 * 32),
-          depth > 0);
+          found, rounded[depth], further(keys, depth / 4 * kBlock + depth % 4 * 32), depth > 0);
     }
     wgmma_commit();
-    if constexpr (!kTransition) {
-#pragma unroll
-      for (int depth = 0; depth < kDepths; ++depth) {
-        wgmma_from_registers<kBFloat16, false>(
-            out, rounded[depth], rows_descriptor(stage.q + depth / 4 * kBlock + depth % 4 * 32),
-            depth > 0);
-      }
-      wgmma_commit();
+    if constexpr (!kTransition) multiply_queries(queries, 0);
+    uint32_t values[kPairs][4];
+    load_values(values, stage.v + group * kBlock, place.warp);
+    if (!kTransition && count > 0) {
+      // The values are in registers: their place is free.
+      store_rows_by_tile(stage.v + group * kBlock, place.warp, to, args.out.token,
+                         real ? kTokens : 0, results);
+      to += kTokens * args.out.token;
     }
 
     // The values less what the keys find.
-    uint32_t values[kPairs][4];
-    load_values(values, stage.v + group * kBlock, place.warp);
     wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(found);
 #pragma unroll
@@ -196,10 +246,11 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      wgmma_from_registers<kBFloat16, false>(found, values[depth],
-                                             rows_descriptor(stage.solved + depth * 32), depth > 0);
+      wgmma_from_registers<kBFloat16, false>(found, values[depth], further(solved, depth * 32),
+                                             depth > 0);
     }
     wgmma_commit();
+    if constexpr (!kTransition) multiply_queries(queries, 1);
     // Earlier, between the first two products, the compiler would wait for both.
     if constexpr (kChannels) {
 #pragma unroll
@@ -213,19 +264,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) state[i] *= decay;
     }
-    if constexpr (!kTransition) {
-      wgmma_wait<1>();
-      wgmma_settle(out);
-      if constexpr (!kChannels) {
-#pragma unroll
-        for (int tile = 0; tile < 2 * kPairs; ++tile) {
-          const float2 of_q = load_two(stage.factors + (kTokens + tile * 8 + place.along) * 4);
-          out[4 * tile] *= of_q.x, out[4 * tile + 1] *= of_q.y;
-          out[4 * tile + 2] *= of_q.x, out[4 * tile + 3] *= of_q.y;
-        }
-      }
-    }
-    wgmma_wait<0>();
+    wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(found);
     uint32_t written[kPairs][4], decayed[kPairs][4];
 #pragma unroll
@@ -236,43 +275,61 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
       for (int i = 0; i < 2; ++i) {
         const float a = found[4 * tile + 2 * i], b = found[4 * tile + 2 * i + 1];
         written[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a, b);
-        decayed[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a * rest.x, b * rest.y);
+        if (!kChannels) {
+          decayed[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a * rest.x, b * rest.y);
+        }
       }
     }
 
-    // Results are stored while the state changes.
     wgmma_settle(state);
-    wgmma_settle(out);
     wgmma_fence();
-    if constexpr (!kTransition) {
-#pragma unroll
-      for (int depth = 0; depth < kPairs; ++depth) {
-        wgmma_from_registers<kBFloat16, false>(out, written[depth],
-                                               rows_descriptor(stage.scores + depth * 32), true);
-      }
-      wgmma_commit();
-    }
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      wgmma_from_registers<kBFloat16, true>(
-          state, decayed[depth], turned_descriptor(stage.added + depth * 16 * 128, kBlock), true);
+      wgmma_from_registers<kBFloat16, true>(state, kChannels ? written[depth] : decayed[depth],
+                                            further(added, depth * 16 * 128), true);
     }
     wgmma_commit();
     if constexpr (!kTransition) {
-      wgmma_wait<1>();
-      wgmma_settle(out);
-      const int64_t begin = work.sequence.begin + (work.segment.first + count) * kTokens;
-      const int rows =
-          real ? static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin)) : 0;
-      char* const to = const_cast<char*>(delta_row(args, args.out, begin, work.head)) +
-                       (column + place.warp * 16 + place.along) * 2;
-      store_rows(to, args.out.token, rows,
-                 [&](int i) { return pack_pair<Format>(out[2 * i], out[2 * i + 1]); });
+      if constexpr (!kChannels) {
+        wgmma_wait<1>();
+        wgmma_settle(out);
+#pragma unroll
+        for (int tile = 0; tile < 2 * kPairs; ++tile) {
+          const float2 of_q = load_two(stage.factors + (kTokens + tile * 8 + place.along) * 4);
+          out[4 * tile] *= of_q.x, out[4 * tile + 1] *= of_q.y;
+          out[4 * tile + 2] *= of_q.x, out[4 * tile + 3] *= of_q.y;
+        }
+        wgmma_settle(out);
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int depth = 0; depth < kPairs; ++depth) {
+        wgmma_from_registers<kBFloat16, false>(out, written[depth], further(scores, depth * 32),
+                                               true);
+      }
+      wgmma_commit();
     }
-    wgmma_wait<0>();
+    wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(state);
-    arrive(memory.empty(count));
     round_state();
+    // The state is rounded before the compiler can wait for the results: it goes round a loop
+    // first.
+    if (count + 1 < chunks) mbarrier_wait(memory.full(count + 1), memory.parity(count + 1));
+    if constexpr (!kTransition) {
+      wgmma_wait<0>();
+      wgmma_settle(out);
+#pragma unroll
+      for (int i = 0; i < kPairs * 4; ++i) {
+        results[i] = pack_pair<Format>(out[2 * i], out[2 * i + 1]);
+      }
+    }
+    arrive(memory.empty(count));
+  }
+  if (!kTransition && chunks > 0) {
+    const int64_t begin = work.sequence.begin + (work.segment.last - 1) * kTokens;
+    const auto rows = static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin));
+    store_rows_by_tile(memory.stage(chunks - 1).v + group * kBlock, place.warp, to, args.out.token,
+                       real ? rows : 0, results);
   }
 
   float* kept = args.final_state;
@@ -295,7 +352,8 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     gated_delta_rule(const __grid_constant__ DeltaRuleArgs args) {
   extern __shared__ __align__(1024) char shared[];
   Memory<kKeySize, kChannels> memory;
-  const int group = memory.set_up(shared);
+  // With a gate per channel one thread arrives for the bulk copies too.
+  const int group = memory.set_up(shared, kDeltaLoaders + (kChannels ? 1 : 0));
   const int groups = memory.groups;
   grid_dependency_wait();
   grid_dependency_launch();
@@ -313,10 +371,11 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   const bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
   if (group == groups) {
     set_registers<kLoad, false>();
-    if (!needed) return;
-    load_stages(memory, work.segment.last - work.segment.first, [&](int64_t count) {
-      copy_stage<kKeySize, kChannels, kTransition>(args, memory.stage(count), work,
-                                                   work.segment.first + count, groups);
+    const int64_t chunks = work.segment.last - work.segment.first;
+    if (!needed || chunks == 0) return;
+    const Sources sources(args, work);
+    load_stages(memory, chunks, [&](int64_t count) {
+      copy_stage<kKeySize, kChannels, kTransition>(args, memory, work, sources, count);
     });
   } else {
     set_registers<kMultiply, true>();
@@ -328,10 +387,11 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
 
 __global__ void __launch_bounds__(kDeltaScanThreads)
     gated_delta_rule_scan(const __grid_constant__ DeltaRuleArgs args) {
-  __shared__ DeltaScanStates states;
+  extern __shared__ __align__(1024) char shared[];
   grid_dependency_wait();
   grid_dependency_launch();
-  scan_segments<false>(args, static_cast<int>(blockIdx.x), states, args.initial_state, nullptr);
+  scan_segments<false>(args, static_cast<int>(blockIdx.x),
+                       *reinterpret_cast<DeltaScanMemory*>(shared), args.initial_state, nullptr);
 }
 
 #define TIERCEL_RULE(dtype, size, channels, transition)                                       \
@@ -340,7 +400,7 @@ __global__ void __launch_bounds__(kDeltaScanThreads)
                          ", channels=" #channels ">"                                          \
                        : "gated_delta_rule<" #dtype ", K=" #size ", channels=" #channels ">", \
           reinterpret_cast<const void*>(gated_delta_rule<dtype, size, channels, transition>), \
-          delta_rule_smem(size, channels, kDeltaGroups))}
+          delta_rule_most_smem(size, channels))}
 
 const DeltaRuleKernel kKernels[] = {
     TIERCEL_RULE(BFloat16, 64, false, false),
@@ -356,7 +416,8 @@ const DeltaRuleKernel kKernels[] = {
     TIERCEL_RULE(Float16, 128, false, true),
     TIERCEL_RULE(Float16, 128, true, true),
     {DeltaPart::kScan, 0, DType::kFloat32, false,
-     Kernel("gated_delta_rule_scan", reinterpret_cast<const void*>(gated_delta_rule_scan), 0)},
+     Kernel("gated_delta_rule_scan", reinterpret_cast<const void*>(gated_delta_rule_scan),
+            kDeltaScanSmem)},
 };
 
 }  // namespace

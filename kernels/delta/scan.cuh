@@ -6,21 +6,27 @@
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
-#include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 
 namespace tiercel {
 
-// Two of them, of a block's columns.
-using DeltaScanStates = float4[2][kDeltaScanSize][2];
+// Of two steps: a block's columns of the states, and a segment's M.
+struct DeltaScanMemory {
+  float4 states[2][kDeltaScanSize][2];
+  float factors[2][kDeltaScanSize][kDeltaScanPitch];
+};
+static_assert(sizeof(DeltaScanMemory) == kDeltaScanSmem);
 
 // A segment makes M S + B of a state S, so that it makes M^T G + C of the gradient G of the state
 // after it. Goes through the segments in order, or with kBack from the last to the first. A block
 // has some columns of a head's state; a thread half of them in a row. `from`, or zeros, is what the
 // first segment begins with, or the gradient of what the last one leaves. With kBack, `grads` holds
-// C of each segment, which the gradient of the state before it replaces.
+// C of each segment, which the gradient of the state before it replaces. The next segment's M is
+// copied ahead, because it is as many bytes as a block can load while it multiplies.
 template <bool kBack>
 __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int block,
-                                              DeltaScanStates& states, const float* from,
+                                              DeltaScanMemory& memory, const float* from,
                                               float* grads) {
   constexpr int kRows = kDeltaScanSize, kColumns = kDeltaScanColumns / 2;
   static_assert(kDeltaScanThreads == 2 * kRows && kColumns == 4);
@@ -42,38 +48,67 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
     state = make_float4(from[0], from[1], from[2], from[3]);
   }
   const int64_t last = kBack ? (chunks - 1) / args.segment_chunks : 0;
-#pragma unroll 1
-  for (int64_t number = 0; (number + 1) * args.segment_chunks < chunks; ++number) {
-    float4(&before)[kRows][2] = states[number % 2];
-    before[row][half] = state;
-    const int64_t owner = (slot + (kBack ? last - number : number)) * args.v_heads + head;
-    const float* const transition = args.transitions + owner * kRows * pitch;
-    const float* const factors = transition + args.value_size + (kBack ? row : row * pitch);
+  const auto owner = [&](int64_t number) {
+    return (slot + (kBack ? last - number : number)) * args.v_heads + head;
+  };
+  const auto copy = [&](int64_t number) {
+    const float* const factors = args.transitions + owner(number) * kRows * pitch + args.value_size;
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kRows / 4; i += kDeltaScanThreads) {
+      const int at = i / (kRows / 4), vector = i % (kRows / 4) * 4;
+      async_copy_16(shared_address(&memory.factors[number % 2][at][vector]),
+                    factors + at * pitch + vector, true);
+    }
+  };
+  const auto load_added = [&](int64_t number) {
     const float* const added =
-        kBack ? grads + owner * size + at : transition + row * pitch + column;
+        kBack ? grads + owner(number) * size + at
+              : args.transitions + owner(number) * kRows * pitch + row * pitch + column;
+    return make_float4(added[0], added[1], added[2], added[3]);
+  };
+  const int64_t steps = chunks == 0 ? 0 : (chunks - 1) / args.segment_chunks;
+  if (steps == 0) return;
+  copy(0);
+  async_copy_commit();
+  float4 added = load_added(0);
+#pragma unroll 1
+  for (int64_t number = 0; number < steps; ++number) {
+    float4 next = added;
+    if (number + 1 < steps) {
+      copy(number + 1);
+      next = load_added(number + 1);
+    }
+    async_copy_commit();
+    float4(&before)[kRows][2] = memory.states[number % 2];
+    float (&factors)[kRows][kDeltaScanPitch] = memory.factors[number % 2];
+    before[row][half] = state;
+    async_copy_wait<1>();
     __syncthreads();
-    state = make_float4(added[0], added[1], added[2], added[3]);
+    state = added;
 #pragma unroll 8
     for (int i = 0; i < kRows; i += 4) {
-      uint32_t words[4];
+      float of_row[4];
       if constexpr (kBack) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(factors[(i + j) * pitch]);
+        for (int j = 0; j < 4; ++j) of_row[j] = factors[i + j][row];
       } else {
-        load_vector(words, factors + i);
+        const float4 four = *reinterpret_cast<const float4*>(&factors[row][i]);
+        of_row[0] = four.x, of_row[1] = four.y, of_row[2] = four.z, of_row[3] = four.w;
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float factor = __uint_as_float(words[j]);
+        const float factor = of_row[j];
         const float4 other = before[i + j][half];
         state.x = fmaf(factor, other.x, state.x), state.y = fmaf(factor, other.y, state.y);
         state.z = fmaf(factor, other.z, state.z), state.w = fmaf(factor, other.w, state.w);
       }
     }
     float* const to =
-        kBack ? grads + owner * size + at
+        kBack ? grads + owner(number) * size + at
               : args.segment_states + ((slot + number + 1) * args.v_heads + head) * size + at;
     *reinterpret_cast<float4*>(to) = state;
+    added = next;
+    __syncthreads();  // before these factors are overwritten
   }
 }
 

@@ -20,6 +20,11 @@ inline constexpr float kDeltaLeastGate =
     -100.0f;                            // no decay is stronger; sums' differences stay numbers
 inline constexpr int kDeltaAhead = 16;  // gates of a thread that are loaded together
 
+// A barrier of the first kDeltaChunkThreads threads of a block.
+__device__ __forceinline__ void delta_chunk_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kDeltaChunkThreads) : "memory");
+}
+
 // Inverts the unit lower triangular matrix whose part below the diagonal is
 // given, 16x16, in place: a lane has a column, as has the lane 16 further.
 __device__ __forceinline__ void invert_block(float* matrix) {
@@ -103,10 +108,10 @@ template <int kSize>
 __device__ __forceinline__ void invert_below(float* matrix, float* between) {
   float* const lower = matrix + kSize * kDeltaPitch;
   multiply_blocks<kSize, kDeltaPitch, kDeltaPitch, kDeltaHalfPitch>(lower, matrix, between, 1.0f);
-  __syncthreads();
+  delta_chunk_sync();
   multiply_blocks<kSize, kDeltaPitch, kDeltaHalfPitch, kDeltaPitch>(lower + kSize, between, lower,
                                                                     -1.0f);
-  __syncthreads();
+  delta_chunk_sync();
 }
 
 // The inverse of I plus the matrix, if kScaled times beta by columns, to a
@@ -125,7 +130,7 @@ __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const fl
       block[i * kDeltaPitch + kDeltaBlock + lane % kDeltaBlock] = 0.0f;
     }
   }
-  __syncthreads();
+  delta_chunk_sync();
   invert_below<kDeltaBlock>(matrix + pair * kDeltaHalf * (kDeltaPitch + 1),
                             half + pair * kDeltaBlock * kDeltaHalfPitch);
   invert_below<kDeltaHalf>(matrix, half);
@@ -143,7 +148,7 @@ __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const fl
     }
     store_vector(solved + (row * kDeltaChunk + column) * 2, words);
   }
-  __syncthreads();
+  delta_chunk_sync();
 }
 
 // The norms of two threads' row of a tile; 0 for a row of zeros' product with

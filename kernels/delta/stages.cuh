@@ -10,6 +10,7 @@
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/vector.cuh"
 #include "kernels/sm90/warp_matrix.cuh"
 
 namespace tiercel {
@@ -48,31 +49,42 @@ __device__ __forceinline__ float2 load_two(uint32_t place) {
 }
 
 // Stages of shared memory that chunks take in turn, and their barriers. A stage is kShared bytes of
-// all groups, and 64 columns of a tile for each group.
-template <int kStageCount, int kShared>
+// all groups, and 64 columns of a tile for each group. With kSpare, blocks of one group have room
+// for one stage more.
+template <int kStageCount, int kShared, bool kSpare = false>
 struct DeltaRing {
-  static constexpr int kStages = kStageCount;
   uint32_t base;
   int groups;
 
+  __device__ __forceinline__ bool spare() const { return kSpare && groups == 1; }
+  __device__ __forceinline__ int stages() const { return kStageCount + (spare() ? 1 : 0); }
+  __device__ __forceinline__ uint32_t turn(int64_t count) const {
+    const auto number = static_cast<uint32_t>(count);
+    return spare() ? number / (kStageCount + 1) : number / kStageCount;
+  }
+  __device__ __forceinline__ int index(int64_t count) const {
+    const auto number = static_cast<uint32_t>(count);
+    return static_cast<int>(spare() ? number % (kStageCount + 1) : number % kStageCount);
+  }
   __device__ __forceinline__ int stage_bytes() const { return kShared + groups * kDeltaBlockBytes; }
   __device__ __forceinline__ uint32_t at(int64_t count) const {
-    return base + static_cast<int>(count % kStages) * stage_bytes();
+    return base + index(count) * stage_bytes();
   }
   __device__ __forceinline__ uint32_t full(int64_t count) const {
-    return base + kStages * stage_bytes() + static_cast<int>(count % kStages) * 16;
+    return base + stages() * stage_bytes() + index(count) * 16;
   }
   __device__ __forceinline__ uint32_t empty(int64_t count) const { return full(count) + 8; }
-  static __device__ __forceinline__ uint32_t parity(int64_t count) { return count / kStages & 1; }
+  __device__ __forceinline__ uint32_t parity(int64_t count) const { return turn(count) & 1; }
 
-  // Initialises the barriers; returns the thread's warpgroup, of which the last one loads.
-  __device__ __forceinline__ int set_up(char* shared) {
+  // Initialises the barriers, of which those of full stages expect as many arrivals; returns the
+  // thread's warpgroup, of which the last one loads.
+  __device__ __forceinline__ int set_up(char* shared, int arrivals = kDeltaLoaders) {
     base = shared_address(shared);
     groups = static_cast<int>(blockDim.x - kDeltaLoaders) / kDeltaGroup;
     if (threadIdx.x == 0) {
       auto* const barriers = reinterpret_cast<uint64_t*>(shared + full(0) - base);
-      for (int i = 0; i < kStages; ++i) {
-        mbarrier_init(barriers + 2 * i, kDeltaLoaders);
+      for (int i = 0; i < stages(); ++i) {
+        mbarrier_init(barriers + 2 * i, arrivals);
         mbarrier_init(barriers + 2 * i + 1, groups * kDeltaGroup);
       }
       mbarrier_init_fence();
@@ -109,18 +121,25 @@ __device__ __forceinline__ void load_stages(const Ring& ring, int64_t chunks, Co
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     arrive(ring.full(count));
   };
+  // With two stages a chunk is needed before the stage of the next but one is empty: it is waited
+  // for at once. With three, a chunk is in flight while the next one is requested.
+  const bool at_once = ring.stages() == 2;
 #pragma unroll 1
   for (int64_t count = 0; count < chunks; ++count) {
-    if (count >= Ring::kStages) {
-      mbarrier_wait(ring.empty(count), Ring::parity(count - Ring::kStages));
+    if (count >= ring.stages()) {
+      mbarrier_wait(ring.empty(count), ring.parity(count - ring.stages()));
     }
     copy(count);
     async_copy_commit();
-    if (count == 0) continue;
-    async_copy_wait<1>();
-    publish(count - 1);
+    if (at_once) {
+      async_copy_wait<0>();
+      publish(count);
+    } else if (count > 0) {
+      async_copy_wait<1>();
+      publish(count - 1);
+    }
   }
-  if (chunks == 0) return;
+  if (at_once || chunks == 0) return;
   async_copy_wait<0>();
   publish(chunks - 1);
 }
@@ -150,6 +169,44 @@ __device__ __forceinline__ void store_rows(char* to, int64_t stride, int rows, W
       const uint32_t pair = warp_transpose(word(2 * tile + i));
       if (token < rows) *reinterpret_cast<uint32_t*>(to + token * stride + i * 16) = pair;
     }
+  }
+}
+
+// Stores rows of tokens from a transposed result, whose pairs are `words`, by way of the warp's 16
+// columns of a tile in shared memory: whole sectors of memory, a quarter of the instructions of
+// store_rows(), which would take longer than a chunk's first product.
+__device__ __forceinline__ void store_rows_by_tile(uint32_t tile, int warp, char* to,
+                                                   int64_t stride, int rows,
+                                                   const uint32_t (&words)[4 * kDeltaPairs]) {
+  const int lane = threadIdx.x % 32;
+  const auto place = [&](int token, int half) {
+    return tile + token * 128 + ((warp * 2 + half) ^ token % 8) * 16;
+  };
+  __syncwarp();
+#pragma unroll
+  for (int pair = 0; pair < kDeltaPairs; ++pair) {
+    const uint32_t at = place(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(words[4 * pair]), "r"(words[4 * pair + 1]), "r"(words[4 * pair + 2]),
+                 "r"(words[4 * pair + 3])
+                 : "memory");
+  }
+  __syncwarp();
+  // Eight lanes in turn read every second token, so that they meet no bank twice.
+  const int first = lane / 16 * 8 + lane % 8 / 2 * 2 + lane / 8 % 2;
+  uint32_t vectors[kDeltaPairs][4];
+#pragma unroll
+  for (int pair = 0; pair < kDeltaPairs; ++pair) {
+    uint32_t (&four)[4] = vectors[pair];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
+                 : "r"(place(pair * 16 + first, lane % 2))
+                 : "memory");
+  }
+  to += first * stride + lane % 2 * 16;
+#pragma unroll
+  for (int pair = 0; pair < kDeltaPairs; ++pair, to += 16 * stride) {
+    if (pair * 16 + first < rows) store_vector(to, vectors[pair]);
   }
 }
 

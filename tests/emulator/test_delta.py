@@ -197,6 +197,20 @@ def test_decay(gate, channels):
     prompt((*rest, g, beta), torch.randn(1, 2, 64, 16))
 
 
+@pytest.mark.parametrize("gate", [-20.0, -5.0, -4.0, -3.0, 20.0])
+def test_decay_of_channels_near_what_two_factors_hold(gate):
+    """In bfloat16 a decay is a product of two factors unless one of them could overflow: chunks of
+    either kind beside each other, with sums of the gates on both sides of the limit."""
+    initial = torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(1))
+    q, k, v, g, beta = problem(1, 140, (1, 2), (128, 16), channels=True, gate=gate)
+    g[:, 64:128, 0, 5] = -30.0
+    prompt((q, k, v, g, beta), initial)
+    # All of a channel's decay in one half chunk, and none in the next.
+    g[:, :32] = -4.15
+    g[:, 32:] = 0.0
+    prompt((q, k, v, g, beta), initial)
+
+
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 0, 64, 130, 1), (0, 0), (200,), (64, 64, 64), (63, 1, 65)])
 def test_packed(lengths, channels):
