@@ -4,6 +4,7 @@
 import functools
 import importlib.util
 import json
+import os
 import types
 from pathlib import Path
 
@@ -105,6 +106,24 @@ def test_records(bench, capsys):
         assert record["rel_err"] == 0 if exact else 0 <= record["rel_err"] < 0.05
     assert [r["way"] for r in records] == ["transformers"] * 3 + ["tiercel"] * 3
     assert "Tiny, 1 layers, decode 2x8" in capsys.readouterr().out
+
+
+def test_what_no_time_is_left_for(bench, monkeypatch, capsys):
+    monkeypatch.setattr(run, "build", None)
+    shapes = ("--prefill", "1x8", "1x4", "--decode", "--train")
+    code, records = bench(*shapes, "--ways", "transformers,tiercel", "--seconds", "0")
+    assert code == 0 and not records
+    said = capsys.readouterr().out
+    assert "tiercel, prefill 1x8: no time left\ntiercel, prefill 1x4: no time left" in said
+
+
+def test_a_folder_for_compiled_graphs(bench, monkeypatch, tmp_path):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "before")
+    bench("--prefill", "--decode", "--train", "--ways", "transformers", "--cache", "kept")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept" / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kept" / "triton")
+    assert (tmp_path / "kept" / "inductor").is_dir()
 
 
 def test_ours_that_fails(bench, monkeypatch, capsys):
