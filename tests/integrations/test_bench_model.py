@@ -184,11 +184,15 @@ def test_replaced(name, tmp_path):
     path = tmp_path / "Small.json"
     path.write_text(json.dumps(small(name)))
     sizes = run.read_sizes(str(path))
-    report = apply(run.build(sizes, sizes.layers, "cpu"))
+    model = run.build(sizes, sizes.layers, "cpu")
+    linear = sum(type(module) is torch.nn.Linear for module in model.modules())
+    linear -= 1  # the output layer
+    report = apply(model)
     found = {op: len(names) for op, names in report.replaced.items()}
     norms, gated, routers, experts = REPLACED[name]
     due = {"attention": 2, "linear_cross_entropy": 1, "rotary_embedding": 2, "rms_norm": norms}
     due |= {"gated activation": gated, "topk_softmax": routers, "fused_moe": experts}
+    due["linear_act"] = linear
     assert found == {op: n for op, n in due.items() if n}
     kept = {"experts with biases"} if sizes.mxfp4 else set()
     assert set(report.kept.values()) == kept
