@@ -132,6 +132,10 @@ def test_gated(shape, expected, act):
     assert_near(y, ACTIVATIONS[act](gate) * up)
 
 
+def test_gated_in_one_wave_of_two_blocks_a_multiprocessor():
+    test_gated((5, 8456, 200), "64x96_split_k", "silu")
+
+
 @pytest.mark.parametrize("shape", [(5, 136, 200), (71, 264, 136), (700, 72, 520)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_the_backward(shape, dtype):

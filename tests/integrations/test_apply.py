@@ -44,7 +44,9 @@ def test_what_is_replaced_and_undone(name):
         before = model(tokens()).logits
     report = door.apply(model)
     found = {op: len(names) for op, names in report.replaced.items()}
-    assert found == {**EXPECTED[name], "attention": 2, "linear_cross_entropy": 1}
+    linear = sum(type(module) is nn.Linear for module in other.modules()) - 1  # the output layer
+    due = {**EXPECTED[name], "attention": 2, "linear_cross_entropy": 1, "linear_act": linear}
+    assert found == due and linear > 0
     assert set(report.kept.values()) == ({"experts with biases"} if name == "GptOss" else set())
     for op, count in found.items():
         assert f"{op}: {count} modules" in str(report)
@@ -282,6 +284,41 @@ def test_routers(name):
         assert "forward" in vars(router)
         for found, expected in zip(results(router), due, strict=True):
             assert distance(found, expected) < 0.01
+
+
+class LinearOfItsOwn(nn.Linear):
+    pass
+
+
+def with_forward(module):
+    own = module.forward
+    module.forward = lambda x: own(x)
+    return module
+
+
+def with_buffer(module):
+    weight = module.weight.detach()
+    del module.weight
+    module.register_buffer("weight", weight)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (nn.Linear(16, 24), None),
+        (LinearOfItsOwn(16, 24), ""),
+        (with_forward(nn.Linear(16, 24)), "its forward is replaced already"),
+        (with_buffer(nn.Linear(16, 24)), "its weight is no plain parameter"),
+    ],
+)
+def test_linear_layers(module, why):
+    report = door.apply(nn.Sequential(module))
+    assert ("linear_act" in report.replaced) == (why is None)
+    assert why in report.kept["0"] if why else "0" not in report.kept
+    report.undo()
+    x = torch.randn(3, 16)
+    assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
 
 
 def test_a_forward_that_is_replaced_already_stays():

@@ -4,6 +4,7 @@
 import functools
 import importlib.util
 import json
+import os
 import types
 from pathlib import Path
 
@@ -107,6 +108,24 @@ def test_records(bench, capsys):
     assert "Tiny, 1 layers, decode 2x8" in capsys.readouterr().out
 
 
+def test_what_no_time_is_left_for(bench, monkeypatch, capsys):
+    monkeypatch.setattr(run, "build", None)
+    shapes = ("--prefill", "1x8", "1x4", "--decode", "--train")
+    code, records = bench(*shapes, "--ways", "transformers,tiercel", "--seconds", "0")
+    assert code == 0 and not records
+    said = capsys.readouterr().out
+    assert "tiercel, prefill 1x8: no time left\ntiercel, prefill 1x4: no time left" in said
+
+
+def test_a_folder_for_compiled_graphs(bench, monkeypatch, tmp_path):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "before")
+    bench("--prefill", "--decode", "--train", "--ways", "transformers", "--cache", "kept")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept" / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kept" / "triton")
+    assert (tmp_path / "kept" / "inductor").is_dir()
+
+
 def test_ours_that_fails(bench, monkeypatch, capsys):
     def no_step(case, model, device):
         def step(call):
@@ -165,11 +184,15 @@ def test_replaced(name, tmp_path):
     path = tmp_path / "Small.json"
     path.write_text(json.dumps(small(name)))
     sizes = run.read_sizes(str(path))
-    report = apply(run.build(sizes, sizes.layers, "cpu"))
+    model = run.build(sizes, sizes.layers, "cpu")
+    linear = sum(type(module) is torch.nn.Linear for module in model.modules())
+    linear -= 1  # the output layer
+    report = apply(model)
     found = {op: len(names) for op, names in report.replaced.items()}
     norms, gated, routers, experts = REPLACED[name]
     due = {"attention": 2, "linear_cross_entropy": 1, "rotary_embedding": 2, "rms_norm": norms}
     due |= {"gated activation": gated, "topk_softmax": routers, "fused_moe": experts}
+    due["linear_act"] = linear
     assert found == {op: n for op, n in due.items() if n}
     kept = {"experts with biases"} if sizes.mxfp4 else set()
     assert set(report.kept.values()) == kept

@@ -205,6 +205,13 @@ def gated(make, m=4, n=8, k=16, rows=None, activation=SILU, bias=None):
     return _C.gated_linear_plan(make(m, k, **bf16), weight, bias, make(m, n, **bf16), activation)
 
 
+@pytest.mark.parametrize("m", [1, 32, 64])
+def test_a_gated_layer_in_one_wave(m):
+    got = gated(ExchangeTensor, m, 12288, 4096)
+    assert "silu_64x96_split_k" in got["kernel"]
+    assert (got["grid"], got["splits"]) == (256, 1)
+
+
 @pytest.mark.parametrize("m", SIZES)
 def test_every_size_of_a_gated_layer_has_a_plan(m):
     for n, k in ((8, 8), (1032, 200), (14336, 4096)):

@@ -63,6 +63,10 @@ def _add_model(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--ways", default="all", metavar="all|A,B", help=text)
     add("--engine", metavar="FOLDER", help="examples/engine of a checkout, for the way engine")
     add("--steps", type=whole(1), default=20, help="steps to time (20)")
+    text = "where compiled graphs are kept for the next run (a folder of torch's own)"
+    add("--cache", type=Path, metavar="FOLDER", help=text)
+    text = "begin no case or way after that many seconds; those left out are named"
+    add("--seconds", type=number(least=0), metavar="S", help=text)
     add("--out", type=Path, metavar="FILE", help="write the records here (JSON Lines)")
     add("--device", default="cuda", help=argparse.SUPPRESS)
     model.set_defaults(action="model")

@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 import tiercel
+from tiercel.integrations.transformers.linear import linear_forward
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SOFTCAP = "final_logit_softcapping"
@@ -85,7 +86,7 @@ def _head_forward(
 ) -> Tensor:
     if loss is not None:
         return loss(x, self.weight, self.bias)
-    return x if getattr(self, _ACTIVE) else type(self).forward(self, x)
+    return x if getattr(self, _ACTIVE) else linear_forward(self, x)
 
 
 def _forward(self: PreTrainedModel, head: Any, given: dict[str, Any]) -> Any:

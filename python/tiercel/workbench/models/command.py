@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 
 from tiercel.workbench.bench import BenchError, environment
 from tiercel.workbench.bench.command import say, sink
@@ -24,14 +25,20 @@ def model(args: argparse.Namespace) -> int:
     common = environment.describe() | {"transformers": run.import_transformers().__version__}
     common["command"] = repeat(args)
     say(f"{common['gpu']}, torch {common['torch']}, transformers {common['transformers']}")
+    if args.cache is not None:
+        run.keep_compiled(args.cache)
+    until = None if args.seconds is None else time.monotonic() + args.seconds
     failed = 0
     with sink(args.out) as file:
         for sizes in chosen:
             layers = min(args.layers or sizes.layers, sizes.layers)
             found: dict[str, list[page.Record]] = {}
-            given = (cases, ways, args.steps, args.device, args.engine)
+            given = (cases, ways, args.steps, args.device, args.engine, until)
             said: set[str] = set()
             for record in run.measure(sizes, layers, *given):
+                if record["status"] == "left out":
+                    say(f"{record['way']}, {record['phase']} {record['case']}: no time left")
+                    continue
                 replaced = record.pop("replaced", None)
                 if replaced is not None and replaced not in said:
                     said.add(replaced)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -249,6 +250,14 @@ def version(way: str) -> str | None:
         return None
 
 
+def keep_compiled(folder: Path) -> None:
+    """Where torch.compile looks for what an earlier run compiled, and leaves its own."""
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        place = folder.resolve() / name
+        place.mkdir(parents=True, exist_ok=True)
+        os.environ[variable] = str(place)
+
+
 class Timer:
     """Times of single steps, on a GPU between events."""
 
@@ -316,10 +325,14 @@ def measure(
     steps: int,
     device: str,
     engine_folder: str | None = None,
+    until: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A record for each case and way, without what the records of a run share."""
-    model, timer = build(sizes, layers, device), Timer(device)
-    tensors = mxfp4.draw(model) if sizes.mxfp4 else {}
+    """A record for each case and way, without what the records of a run share.
+
+    None begins after `until`, on the clock of time.monotonic().
+    """
+    model, timer = None, Timer(device)
+    tensors: dict[str, Tensor] = {}
     right: dict[Case, Tensor] = {}
     for way in ways:
         for case in cases:
@@ -327,6 +340,12 @@ def measure(
                 continue
             record = {"model": sizes.name, "layers": layers, "phase": case.phase}
             record |= {"case": case.name, "way": way, "version": version(way)}
+            if until is not None and time.monotonic() > until:
+                yield record | {"status": "left out"}
+                continue
+            if model is None:
+                model = build(sizes, layers, device)
+                tensors = mxfp4.draw(model) if sizes.mxfp4 else {}
             try:
                 if way == "engine":
                     found = engine.measure(engine_folder, model, case, steps, timer.launches)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of a Hugging Face model: decoding steps on `linear_act`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tiercel
+
+_FEW_ROWS = 64  # up to which reading the weight is all that a linear layer costs
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def why_not_linear(module: nn.Module) -> str | None:
+    """Why a module is no linear layer for `linear_forward`; empty if it does not look like one."""
+    if type(module) is not nn.Linear:  # subclasses have weights of their own kind
+        return ""
+    if forward := vars(module).get("forward"):
+        ours = getattr(forward, "__module__", "").startswith("tiercel.")
+        return "" if ours else "its forward is replaced already"
+    if type(module.weight) is not nn.Parameter:
+        return "its weight is no plain parameter"
+    return None
+
+
+def linear_forward(self: nn.Module, x: Tensor) -> Tensor:
+    """That of `nn.Linear`, with our kernel for few rows in 16 bits without gradients."""
+    weight: Any = self.weight
+    bias: Any = self.bias
+    narrow = x.is_cuda and x.dtype in _DTYPES and x.dtype == weight.dtype
+    narrow = narrow and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
+    if narrow and not torch.is_grad_enabled() and x.shape[:-1].numel() <= _FEW_ROWS:
+        return tiercel.linear_act(x, weight, bias, activation="none")  # type: ignore[no-any-return]
+    return nn.functional.linear(x, weight, bias)
