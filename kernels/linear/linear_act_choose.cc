@@ -163,7 +163,8 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
 // not depend on. The split-K kernels have 64, and suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
-  return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3 || !batch_invariant());
+  if (batch_invariant()) return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3);
+  return serves(v, p) && !v.whole;
 }
 
 }  // namespace
@@ -183,7 +184,8 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     const LinearActVariant& v = kernel.variant;
     if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
-        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
+        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k ||
+        (v.whole && (config.splits > 1 || !batch_invariant()))) {
       continue;
     }
     LinearActChoice found;

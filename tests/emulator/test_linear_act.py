@@ -7,6 +7,8 @@ from support.activation_truth import value
 from support.emulator import kernels, options
 from torch.nn import functional
 
+import tiercel
+
 pytestmark = pytest.mark.torch
 
 ACTIVATIONS = {
@@ -44,6 +46,16 @@ def check(m, n, k, act="none", dtype=torch.bfloat16, bias=True, expected="", con
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations(act, dtype):
     check(70, 136, 200, act, dtype)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiles_of_the_batch_invariant_mode(columns, dtype):
+    """K is not split; more steps than the ring has stages. The same sums as of one step more."""
+    with tiercel.batch_invariant():
+        for m, n, k in ((5, 104, 1736), (70, 264, 328), (64, 8, 8)):
+            config = (64, columns, False, True, 1, 0)
+            check(m, n, k, dtype=dtype, expected=f"_64x{columns}_", config=config)
 
 
 @pytest.mark.parametrize(
