@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """paged_attention on the emulator in the batch-invariant mode: parts of 2048 keys."""
 
+import os
+
 import pytest
 import torch
 from support.emulator import kernels
@@ -18,7 +20,8 @@ def test_parts_of_a_fixed_size(d, options):
     given = make([(70, 2100), (0, 3), (1, 2048), (33, 33), (2, 2049), (3, 0)], d=d, around=(3, 2))
     with tiercel.batch_invariant():
         plan = kernels.paged_attention_plan(*arguments(given, **options))
-        assert plan["parts"] == 2 and plan["combine"] != "none"
+        # A mask or a width without a kernel for a tile's parts one after the other has longer ones.
+        assert plan["parts"] == (5 if d == 128 and not options else 2) and plan["combine"] != "none"
         check(given, **options)
         check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
 
@@ -78,6 +81,34 @@ def test_a_rows_bits_do_not_depend_on_the_call(options):
             again.append(sequence.chunks(1, 2, 18, 19, 60, 110, 149))
     for other, sums in again:
         assert torch.equal(other, out) and torch.equal(sums, lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lse", [False, True])
+def test_parts_one_after_the_other(dtype, lse):
+    """One block has a tile's parts, or a block each: by the room of the page table."""
+    given = make([(70, 1300), (0, 3), (1, 1024), (33, 33), (2, 1025), (3, 0)], d=128, dtype=dtype)
+    q, k, v, table, *rest = given
+    room = torch.full((len(table), 20 * 64), -7, dtype=torch.int32)
+    room[:, : table.shape[1]] = table
+    found, names = [], []
+    with tiercel.batch_invariant():
+        for pages, chain in ((table, "1"), (room, "0")):
+            os.environ["TIERCEL_INV_CHAIN"] = chain
+            values = list(arguments((q, k, v, pages, *rest)))
+            if not lse:
+                values[11] = None
+            plan = kernels.paged_attention_plan(*values)
+            names.append(plan["kernel"])
+            floats = plan["workspace"]
+            kernels.paged_attention(*values, torch.full((floats,), torch.nan) if floats else None)
+            found.append((values[10], values[11]))
+            if lse:
+                check((q, k, v, pages, *rest))
+        del os.environ["TIERCEL_INV_CHAIN"]
+    assert "chained" in names[0] and "chained" not in names[1]
+    assert torch.equal(found[0][0], found[1][0])
+    assert not lse or torch.equal(found[0][1], found[1][1])
 
 
 def test_bits_of_one_part_do_not_depend_on_the_table():

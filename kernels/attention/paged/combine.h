@@ -32,6 +32,7 @@ struct PagedCombineArgs {
 
 struct PagedCombineKernel {
   DType dtype;
+  bool fixed;  // for parts of a fixed number of keys
   Kernel kernel;
 };
 
