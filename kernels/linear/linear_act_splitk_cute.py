@@ -250,10 +250,16 @@ class LinearActSplitK:
             to_x, from_x = self.copies_of_x(tma_x, sx, row * rows, m, k)
             write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for step in cutlass.range(first, last, unroll=1):
-                ring.producer_acquire(write)
                 barrier = ring.producer_get_barrier(write)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_expect_tx(barrier, rows * ROW)
+                if const_expr(self.whole):
+                    # At once: x's bytes, which another warp asks for, may be there already.
+                    ring.sync_object_empty.wait(write.index, write.phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, (self.tile_n + rows) * ROW)
+                else:
+                    ring.producer_acquire(write)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_expect_tx(barrier, rows * ROW)
                 for part in cutlass.range_constexpr(self.parts):
                     cute.copy(
                         tma_w,

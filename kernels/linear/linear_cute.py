@@ -53,7 +53,8 @@ _SMALL = (
 )
 _NARROW = ((64, 64, 6), (128, 64, 8))
 # In the batch-invariant mode, where K is not split: one block a multiprocessor has all of its w.
-_WHOLE = ((64, 16, 20), (64, 32, 17), (64, 48, 15), (64, 64, 13))
+_WHOLE = ((64, 32, 17), (64, 48, 15), (64, 64, 13))
+_WHOLE_GATED = ((64, 192, 6),)
 
 # Of the other kinds, what measurements chose.
 _EXTRA = (_LARGE[2],)
@@ -208,6 +209,10 @@ def functions():
             if act in _GATES:
                 built += [_large(dtype, act, *shape, kind="gated") for shape in _GATED]
                 built += [_small(dtype, act, *shape, kind="gated") for shape in _NARROW]
+            if act == "silu":
+                built += [
+                    _small(dtype, act, *shape, kind="gated", whole=True) for shape in _WHOLE_GATED
+                ]
         for kind in MAJORS:
             built += [_large(dtype, "none", *shape, kind=kind) for shape in _GRADIENTS[kind]]
         built += [_small(dtype, "none", *shape, kind="grad_x") for shape in _NARROW]

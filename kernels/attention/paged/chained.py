@@ -16,11 +16,12 @@ from kernels.attention.common.layouts import PIECE, ROWS, WARPGROUP
 from kernels.attention.common.pipelines import sync
 from kernels.attention.common.softmax import _fused, _product, inverse, largest
 from kernels.attention.forward.kernel import _WARPGROUP
-from kernels.attention.paged.kernel import _LN2, PagedAttention
+from kernels.attention.paged.kernel import _LN2, PHASES, PagedAttention, begins_part
 from kernels.attention.paged.operands import PagedOperands
 
 _LOG2_E = 1.44269504
-_MOST_PARTS = 255  # the last one has the rest: kPagedMostFixedParts
+# Where the last part begins, which has the rest: that of number kPagedMostFixedParts - 1.
+_LAST_START = PHASES[-1][1] + (254 - PHASES[-1][0] << PHASES[-1][2])
 _VECTOR = 4  # totals that a thread reads or writes at once
 
 
@@ -37,10 +38,9 @@ class ChainedOperands(PagedOperands):
         # factor, its weight, and that of the totals so far. Two rows each.
         names = ("tops", "weights", "inverses", "joining", "kept")
         self.rows = {name: cute.make_rmem_tensor(2, Float32) for name in names}
-        # Blocks until the part's end, blocks of a part, and parts in the totals.
-        self.left, self.part_blocks, self.joined = (cute.make_rmem_tensor(1, Int32) for _ in "123")
-        self.left[0] = 0
-        self.part_blocks[0] = 1
+        # The block whose scores come next, and the parts in the totals.
+        self.block, self.joined = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
+        self.block[0] = 0
         self.begin()
         return super().make_sums(shape)
 
@@ -49,19 +49,13 @@ class ChainedOperands(PagedOperands):
         self.rows["tops"].fill(-Float32.inf)
         self.rows["weights"].fill(0.0)
 
-    def begin_part(self, last, part_blocks):
-        """A tile's first block, the one before `last`, begins the part that it is in."""
-        self.part_blocks[0] = part_blocks
-        start = cutlass.min((last - 1) & -part_blocks, (_MOST_PARTS - 1) * part_blocks)
-        self.left[0] = last - 1 - start
-
     @cute.jit
     def absorb(
         self, s, sums, p, rows, scale, masked: cutlass.Constexpr[bool], v_read, v_ring, lse, batch
     ):
         row_max, row_sum, rescale = rows
-        left, part_blocks = self.left, self.part_blocks  # names of its own, as the loop writes them
-        ended = left[0] == 0
+        behind = self.block[0] + 1
+        ended = begins_part(behind) & (behind <= _LAST_START)
         tops, totals = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for r in cutlass.range_constexpr(2):
             tops[r], totals[r] = row_max[r], row_sum[r]
@@ -77,11 +71,10 @@ class ChainedOperands(PagedOperands):
                 self.weigh(r, tops[r], totals[r], scale)
             self.join(sums, True)
             sums.fill(0.0)
-            left[0] = part_blocks[0] - 1
         else:
             for i in cutlass.range_constexpr(cute.size(sums)):
                 sums[i] = sums[i] * rescale[i // 2 % 2]
-            left[0] = left[0] - 1
+        self.block[0] = self.block[0] - 1
 
     @cute.jit
     def weigh(self, r: cutlass.Constexpr[int], top, total, scale):
@@ -171,7 +164,7 @@ class ChainedAttention(PagedAttention):
         return super().smem_bytes() - pieces + 4 * self.totals()
 
     def free_blocks(self, row, offset, low, last, paged, problem):
-        self.operands.begin_part(last, paged.part_blocks)
+        self.operands.block[0] = last - 2
         return super().free_blocks(row, offset, low, last, paged, problem)
 
     @cute.jit

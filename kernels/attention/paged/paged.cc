@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/common/problem.h"
@@ -20,11 +19,6 @@
 
 namespace tiercel {
 namespace {
-
-int64_t trial(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::atoll(text);
-}
 
 constexpr char kOp[] = "paged_attention";
 
@@ -267,6 +261,8 @@ bool decodes(const PagedAttentionCall& call) {
   return !batch_invariant() || is_float8(*call.k_cache) || call.tree != nullptr;
 }
 
+int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
+
 struct Choice {
   // Null for an empty output, or one of them is.
   const AttentionPagedKernel* kernel = nullptr;
@@ -275,7 +271,7 @@ struct Choice {
   int64_t most;                              // queries of a tile
   int64_t group, queries, tiles, copy_rows;  // as in AttentionPagedArguments
   int64_t parts = 1;
-  int64_t part_keys = 0;  // of a part in the batch-invariant mode
+  int64_t part_keys = 0;  // of a part in the batch-invariant mode, or kPagedGrowing
   int64_t part_blocks = 0;
   int64_t heads = 0;        // of keys, of a launch: all but in that mode
   bool combined = false;    // by a second kernel
@@ -327,9 +323,9 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
   choice->most = kWarpgroups * choice->queries;
 }
 
-// Keys that a tile sees are split at multiples of a fixed number, so a row's sums depend on its own
-// keys alone. That number is smaller where there is a kernel whose blocks have all parts of a tile.
-Status choose_fixed(const PagedAttentionCall& call, PagedLoad load, int multiprocessors,
+// Keys that a tile sees are split at fixed places, so a row's sums depend on its own keys alone. The
+// first parts are shorter where there is a kernel whose blocks have all parts of a tile.
+Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int multiprocessors,
                     Choice* choice) {
   const AttentionOptions& options = call.options;
   const AttentionPagedKernel* chained = nullptr;
@@ -337,26 +333,24 @@ Status choose_fixed(const PagedAttentionCall& call, PagedLoad load, int multipro
     chained = find_kernel(*call.q, options, true);
     if (chained != nullptr && chained->variant.d != choice->d) chained = nullptr;
   }
-  choice->part_keys = chained == nullptr ? kPagedPartKeys : trial("TIERCEL_INV_PART", 512);
   const bool spans = options.left >= 0 && options.right >= 0;
   const int64_t seen =
       attention_limit(options.left) + attention_limit(options.right) + choice->most;
-  const int64_t parts = paged_fixed_parts(load.keys, spans ? seen : load.keys, choice->part_keys);
+  const int64_t parts = chained != nullptr
+                            ? std::max(paged_growing_parts(narrow(load.keys)), 1)
+                            : paged_fixed_parts(load.keys, spans ? seen : load.keys);
   if (options.left >= 0 && parts > kPagedMostFixedParts) {
     return unsupported({kOp, "page_table", *call.page_table},
                        "have room for at most " +
-                           std::to_string(kPagedMostFixedParts * choice->part_keys) +
+                           std::to_string(kPagedMostFixedParts * kPagedPartKeys) +
                            " keys in the batch-invariant mode, unless a window holds fewer",
                        shape_text(call.page_table->shape, 2));
   }
   choice->parts = std::min(parts, kPagedMostFixedParts);
-  choice->part_blocks = choice->part_keys / choice->tile_n;
+  choice->part_keys = chained != nullptr ? kPagedGrowing : kPagedPartKeys;
+  choice->part_blocks = chained != nullptr ? kPagedGrowing : kPagedPartKeys / choice->tile_n;
   choice->heads = call.k_cache->shape[2];
-  const int64_t forced = trial("TIERCEL_INV_CHAIN", -1);
-  const bool chains =
-      forced >= 0 ? forced != 0
-                  : paged_chains(load, choice->parts, choice->part_keys, multiprocessors);
-  if (chained != nullptr && chains) {
+  if (chained != nullptr && paged_chains(load, choice->parts, multiprocessors)) {
     choice->kernel = chained;
     choice->parts = 1;
     return Status();
@@ -408,8 +402,6 @@ int32_t step_of(const TensorView& view) {
   const int last = view.ndim - 1;
   return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
 }
-
-int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
 
 // The factors of stored keys or values, and the step from a head's to the next.
 void* scale_of(const TensorView* scale, int32_t* step) {
@@ -543,7 +535,7 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
   }
   const AttentionPagedKernel* kernel = choice.kernel;
   *plan = {kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
-           choice.combined ? combine_for(call.q->dtype, choice.part_keys > 0).kernel.name() : "none",
+           choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
            kernel == nullptr ? kWideRows : kernel->variant.tile_m,
            static_cast<int>(choice.tile_n),
            static_cast<int>(choice.most),
@@ -587,7 +579,7 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   AttentionPagedArguments& a = arguments_;
   set_arguments(call, choice, k, v, &a);
   if (choice.combined) {
-    combine_ = &combine_for(dtype_, choice.part_keys > 0);
+    combine_ = &combine_for(dtype_, choice.part_keys != 0);
     partial_ = choice.partial(q);
     set_combine(call, choice, a, &combined_);
   }

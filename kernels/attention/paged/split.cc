@@ -39,12 +39,12 @@ int64_t paged_parts(const PagedLoad& load, int multiprocessors) {
   return best;
 }
 
-int64_t paged_fixed_parts(int64_t keys, int64_t span, int64_t part_keys) {
-  const int64_t all = std::max<int64_t>(ceil_div(keys, part_keys), 1);
-  return std::min(all, ceil_div(span, part_keys) + 1);
+int64_t paged_fixed_parts(int64_t keys, int64_t span) {
+  const int64_t all = std::max<int64_t>(ceil_div(keys, kPagedPartKeys), 1);
+  return std::min(all, ceil_div(span, kPagedPartKeys) + 1);
 }
 
-bool paged_chains(const PagedLoad& load, int64_t parts, int64_t part_keys, int multiprocessors) {
+bool paged_chains(const PagedLoad& load, int64_t parts, int multiprocessors) {
   if (parts == 1) return false;
   const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
   const double chained = time_of(load, steps, 1, multiprocessors);

@@ -27,10 +27,10 @@ inline constexpr int64_t kPagedPartKeys = 2048;
 inline constexpr int64_t kPagedMostFixedParts = 255;
 
 // The fixed parts of a tile: of the first `keys` keys, or of a window that spans `span` of them.
-int64_t paged_fixed_parts(int64_t keys, int64_t span, int64_t part_keys);
+int64_t paged_fixed_parts(int64_t keys, int64_t span);
 
 // True if one block should have all of a tile's parts, rather than a block each part.
-bool paged_chains(const PagedLoad& load, int64_t parts, int64_t part_keys, int multiprocessors);
+bool paged_chains(const PagedLoad& load, int64_t parts, int multiprocessors);
 
 // How many key heads a launch has, of `heads`, so that the results of its parts fit the workspace.
 // `rows` are those of a key head, `tiles` the same.
