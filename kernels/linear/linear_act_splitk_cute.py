@@ -3,9 +3,7 @@
 
 The blocks of a cluster share one tile of the output, a slice of K each, and a share of its rows to
 add up, whose partial sums the others send to them: no workspace, no second kernel, no fence. One
-warp loads, one warpgroup multiplies. In kernels for a K that is not split ("whole"), another warp
-loads x, and the ring has room for as much of w as a multiprocessor's share of the memory's rate
-needs on its way. A tile may have fewer rows than the multiplication takes, so
+warp loads, one warpgroup multiplies. A tile may have fewer rows than the multiplication takes, so
 that M divides evenly: what lies in the others spoils rows of the product that nobody reads.
 
 Kinds ("plain", "gated", "grad_x", "blocks"), residual and sums are those of linear_act_cute.py.
@@ -46,9 +44,8 @@ PAD = 8  # floats a row, so that a warp's stores of partial sums meet no bank tw
 
 
 class LinearActSplitK:
-    def __init__(self, name, dtype, act, tile_m, tile_n, stages, kind="plain", whole=False):
+    def __init__(self, name, dtype, act, tile_m, tile_n, stages, kind="plain"):
         self.name = name
-        self.whole = whole
         self.dtype = dtype
         self.tile_k = ROW * 8 // dtype.width
         self.blocks = kind == "blocks"
@@ -247,19 +244,18 @@ class LinearActSplitK:
                 cute.arch.mbarrier_arrive_and_expect_tx(
                     received, my_rows * (splits - 1) * (self.tile_n * 4)
                 )
-            to_x, from_x = self.copies_of_x(tma_x, sx, row * rows, m, k)
+            mine = cute.domain_offset((row * rows, 0), coordinates(m, k))
+            gx = cute.local_tile(mine, (self.tile_m, self.tile_k), (0, None))
+            one = cute.make_layout(1)
+            to_x, from_x = cpasync.tma_partition(
+                tma_x, 0, one, cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)
+            )
             write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for step in cutlass.range(first, last, unroll=1):
+                ring.producer_acquire(write)
                 barrier = ring.producer_get_barrier(write)
-                if const_expr(self.whole):
-                    # At once: x's bytes, which another warp asks for, may be there already.
-                    ring.sync_object_empty.wait(write.index, write.phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, (self.tile_n + rows) * ROW)
-                else:
-                    ring.producer_acquire(write)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_expect_tx(barrier, rows * ROW)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_expect_tx(barrier, rows * ROW)
                 for part in cutlass.range_constexpr(self.parts):
                     cute.copy(
                         tma_w,
@@ -267,10 +263,7 @@ class LinearActSplitK:
                         to_w[part][None, write.index],
                         tma_bar_ptr=barrier,
                     )
-                if const_expr(not self.whole):
-                    cute.copy(
-                        tma_x, from_x[None, step], to_x[None, write.index], tma_bar_ptr=barrier
-                    )
+                cute.copy(tma_x, from_x[None, step], to_x[None, write.index], tma_bar_ptr=barrier)
                 write.advance()
             # Late: what the next kernel brings to the L2 would be in the way of these loads.
             cute.arch.griddepcontrol_launch_dependents()
@@ -340,19 +333,6 @@ class LinearActSplitK:
                         *((x_scale, w_scale, x_step, w_step), (m, n, of_blocks.across)),
                         *(row * rows, column * self.width),
                     )
-            if const_expr(self.whole):
-                if warp_index == 1:
-                    to_x, from_x = self.copies_of_x(tma_x, sx, row * rows, m, k)
-                    write = pipeline.make_pipeline_state(
-                        pipeline.PipelineUserType.Producer, self.stages
-                    )
-                    for step in cutlass.range(first, last, unroll=1):
-                        ring.sync_object_empty.wait(write.index, write.phase)
-                        cute.copy(
-                            *(tma_x, from_x[None, step], to_x[None, write.index]),
-                            tma_bar_ptr=ring.producer_get_barrier(write),
-                        )
-                        write.advance()
             if in_tile:
                 self.load_beside(*beside)
             cute.arch.cluster_arrive_relaxed()
@@ -421,15 +401,6 @@ class LinearActSplitK:
                                 value += added[v, u].to(Float32)
                             out[v] = value.to(self.out_dtype)
                         cute.make_tensor((y + offsets[u]).align(8), layout).store(out.load())
-
-    def copies_of_x(self, tma_x, sx, first_row, m, k):
-        """To shared memory and from x, of a tile's rows."""
-        mine = cute.domain_offset((first_row, 0), coordinates(m, k))
-        gx = cute.local_tile(mine, (self.tile_m, self.tile_k), (0, None))
-        return cpasync.tma_partition(
-            *(tma_x, 0, cute.make_layout(1)),
-            *(cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)),
-        )
 
     @cute.jit
     def send(

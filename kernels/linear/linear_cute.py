@@ -52,9 +52,8 @@ _SMALL = (
     (128, 112, 7),
 )
 _NARROW = ((64, 64, 6), (128, 64, 8))
-# In the batch-invariant mode, where K is not split: one block a multiprocessor has all of its w.
+# For a K that is not split, in the batch-invariant mode: one block a multiprocessor.
 _WHOLE = ((64, 32, 17), (64, 48, 15), (64, 64, 13))
-_WHOLE_GATED = ((64, 192, 6),)
 
 # Of the other kinds, what measurements chose.
 _EXTRA = (_LARGE[2],)
@@ -163,7 +162,7 @@ def _small(dtype, act, tile_m, tile_n, stages, kind="plain", whole=False):
     element = (_DTYPES | _FP8)[dtype][0]
     name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in _WITHOUT)
     name += f"_{tile_m}x{tile_n}" + ("_whole_k" if whole else "_split_k")
-    kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages, kind, whole)
+    kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages, kind)
     x, w = Pointer("x", element), Pointer("w", element)
     y, sums = (Pointer(name, kernel.out_dtype, align=8) for name in ("y", "sums"))
     beside = _beside(kernel, 8)
@@ -204,15 +203,11 @@ def functions():
             built += [_large(dtype, act, *shape) for shape in _LARGE]
             built += [_small(dtype, act, *shape) for shape in _SMALL]
             built += [_large(dtype, act, *shape, kind="extra") for shape in _EXTRA]
-            if act == "none":
+            if (dtype, act) == ("bf16", "none"):
                 built += [_small(dtype, act, *shape, whole=True) for shape in _WHOLE]
             if act in _GATES:
                 built += [_large(dtype, act, *shape, kind="gated") for shape in _GATED]
                 built += [_small(dtype, act, *shape, kind="gated") for shape in _NARROW]
-            if act == "silu":
-                built += [
-                    _small(dtype, act, *shape, kind="gated", whole=True) for shape in _WHOLE_GATED
-                ]
         for kind in MAJORS:
             built += [_large(dtype, "none", *shape, kind=kind) for shape in _GRADIENTS[kind]]
         built += [_small(dtype, "none", *shape, kind="grad_x") for shape in _NARROW]

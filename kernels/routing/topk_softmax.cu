@@ -200,15 +200,15 @@ using Float16Keys = KeysOf16Bit<Float16Format>;
 
 #define TIERCEL_KERNEL(function, rounds, keys, dtype, max_rows, max_experts, top, lanes, name, \
                        ...)                                                                    \
-  {DType::k##dtype,                                                                         \
-   max_rows,                                                                                \
-   max_experts,                                                                             \
-   top,                                                                                     \
-   lanes,                                                                                   \
-   rounds,                                                                                  \
-   Kernel("topk_softmax_" #function "<" #dtype name ">",                                    \
+  {DType::k##dtype,                                                                            \
+   max_rows,                                                                                   \
+   max_experts,                                                                                \
+   top,                                                                                        \
+   lanes,                                                                                      \
+   rounds,                                                                                     \
+   Kernel("topk_softmax_" #function "<" #dtype name ">",                                       \
           reinterpret_cast<const void*>(topk_softmax_##function<keys, __VA_ARGS__>))}
-#define TIERCEL_ROUNDS(keys, dtype, max_rows, top, per_lane)               \
+#define TIERCEL_ROUNDS(keys, dtype, max_rows, top, per_lane)                     \
   TIERCEL_KERNEL(by_rounds, true, keys, dtype, max_rows, 32 * per_lane, top, 32, \
                  ", per_lane=" #per_lane, per_lane)
 #define TIERCEL_SORTED(function, keys, dtype, max_rows, max_experts, lanes, per_lane, top) \

@@ -19,7 +19,7 @@ inline constexpr int kPagedGrowing = -1;
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-inline int paged_growing_parts(int keys) {
+    inline int paged_growing_parts(int keys) {
   int parts = 0, first = 0;
   for (int size = 512; size <= 2048; size *= 2) {
     const int end = size == 512 ? 4096 : 8192;

@@ -87,5 +87,7 @@ def function(dtype, tile, mask, capped, chained=False):
 
 
 def functions():
-    built = [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]
+    built = [
+        function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
+    ]
     return [*built, function("bf16", _CHAINED_TILE, "causal", False, chained=True)]

@@ -89,7 +89,9 @@ class Paged(NamedTuple):
     page_bits: Int32  # log2 of a page's keys
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
-    part_blocks: Int32  # blocks of keys of a part, a power of two; GROWING; 0: even shares of `parts`
+    part_blocks: (
+        Int32  # blocks of keys of a part, a power of two; GROWING; 0: even shares of `parts`
+    )
     least_parts: Int32  # the fewest that give each block of threads a tile; `parts` is the most
     copy_rows: Int32
     copies: Int32  # of a block of keys

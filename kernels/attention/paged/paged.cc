@@ -273,8 +273,8 @@ struct Choice {
   int64_t parts = 1;
   int64_t part_keys = 0;  // of a part in the batch-invariant mode, or kPagedGrowing
   int64_t part_blocks = 0;
-  int64_t heads = 0;        // of keys, of a launch: all but in that mode
-  bool combined = false;    // by a second kernel
+  int64_t heads = 0;      // of keys, of a launch: all but in that mode
+  bool combined = false;  // by a second kernel
   unsigned blocks;
 
   // Floats of the workspace: results of parts in 16 bits, then their logarithms.
@@ -323,8 +323,8 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
   choice->most = kWarpgroups * choice->queries;
 }
 
-// Keys that a tile sees are split at fixed places, so a row's sums depend on its own keys alone. The
-// first parts are shorter where there is a kernel whose blocks have all parts of a tile.
+// Keys that a tile sees are split at fixed places, so a row's sums depend on its own keys alone.
+// The first parts are shorter where there is a kernel whose blocks have all parts of a tile.
 Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int multiprocessors,
                     Choice* choice) {
   const AttentionOptions& options = call.options;
@@ -336,9 +336,8 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
   const bool spans = options.left >= 0 && options.right >= 0;
   const int64_t seen =
       attention_limit(options.left) + attention_limit(options.right) + choice->most;
-  const int64_t parts = chained != nullptr
-                            ? std::max(paged_growing_parts(narrow(load.keys)), 1)
-                            : paged_fixed_parts(load.keys, spans ? seen : load.keys);
+  const int64_t parts = chained != nullptr ? std::max(paged_growing_parts(narrow(load.keys)), 1)
+                                           : paged_fixed_parts(load.keys, spans ? seen : load.keys);
   if (options.left >= 0 && parts > kPagedMostFixedParts) {
     return unsupported({kOp, "page_table", *call.page_table},
                        "have room for at most " +
@@ -534,17 +533,18 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
     return paged_attention_plan(HeadSlice(call, 0, choice.heads).call(), multiprocessors, plan);
   }
   const AttentionPagedKernel* kernel = choice.kernel;
-  *plan = {kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
-           choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
-           kernel == nullptr ? kWideRows : kernel->variant.tile_m,
-           static_cast<int>(choice.tile_n),
-           static_cast<int>(choice.most),
-           static_cast<int>(choice.copy_rows),
-           static_cast<int>(choice.parts),
-           choice.blocks,
-           kernel == nullptr ? kWideThreads : kernel->block,
-           kernel == nullptr ? kWideShared : kernel->dynamic_smem,
-           choice.workspace(*call.q)};
+  *plan = {
+      kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
+      choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
+      kernel == nullptr ? kWideRows : kernel->variant.tile_m,
+      static_cast<int>(choice.tile_n),
+      static_cast<int>(choice.most),
+      static_cast<int>(choice.copy_rows),
+      static_cast<int>(choice.parts),
+      choice.blocks,
+      kernel == nullptr ? kWideThreads : kernel->block,
+      kernel == nullptr ? kWideShared : kernel->dynamic_smem,
+      choice.workspace(*call.q)};
   return Status();
 }
 

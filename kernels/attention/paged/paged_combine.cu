@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // paged_combine: the results of parts of the keys, each weighted by its share of the sum.
 //
-// A thread has 16 bytes of the result. It reads 8 or 16 parts at once, results and logarithms together,
+// A thread has 16 bytes of the result. It reads 8 parts at once, results and logarithms together,
 // so the time is the latency of a few reads from the L2.
 //
 // Parts of a fixed number of keys join the totals one after the other, the last one first, as in
@@ -17,6 +17,7 @@
 namespace tiercel {
 namespace {
 
+constexpr int kAtOnce = 8;
 constexpr unsigned kFewBlocks = 132;
 constexpr float kLn2 = 0.693147181f;
 
@@ -34,9 +35,8 @@ __device__ __forceinline__ int used_parts(const PagedCombineArgs& args) {
     longest = max(longest, *reinterpret_cast<const int32_t*>(args.lengths + offset));
   }
   longest = min(__reduce_max_sync(~0u, longest), args.capacity);
-  const int own = args.part_keys == kPagedGrowing
-                      ? paged_growing_parts(longest)
-                      : (longest + args.part_keys - 1) / args.part_keys;
+  const int own = args.part_keys == kPagedGrowing ? paged_growing_parts(longest)
+                                                  : (longest + args.part_keys - 1) / args.part_keys;
   return min(max(own, 1), args.parts);
 }
 
@@ -59,9 +59,8 @@ __device__ __forceinline__ float log2_approx(float x) {
 }
 
 template <typename Format, bool kFixed>
-__global__ void __launch_bounds__(kPagedCombineThreads)
+__global__ void __launch_bounds__(kPagedCombineThreads, kFixed ? 0 : 5)
     paged_combine(const __grid_constant__ PagedCombineArgs args) {
-  constexpr int kAtOnce = kFixed ? 16 : 8;
   const int64_t vector = static_cast<int64_t>(blockIdx.x) * kPagedCombineThreads + threadIdx.x;
   // The kernel behind may begin, and wait, where this one leaves it room.
   if (kFixed && gridDim.x <= kFewBlocks) grid_dependency_launch();
