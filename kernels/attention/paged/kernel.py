@@ -59,8 +59,8 @@ _AT_ONCE = 4  # chunks of float8 that a lane widens
 _NO_ROW = 1 << 28
 _NO_TILE = 1 << 22
 
-# In place of a number of blocks: parts of a causal mask that grow, as (first part, first block, log2
-# of their blocks). paged_growing_parts in combine.h counts them.
+# In place of a number of blocks: parts of a causal mask that grow, as (first part, first block,
+# log2 of their blocks). paged_growing_parts in combine.h counts them.
 GROWING = -1
 PHASES = ((0, 0, 2), (8, 32, 3), (12, 64, 4))
 
