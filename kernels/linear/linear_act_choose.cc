@@ -43,6 +43,15 @@ constexpr double kScaledMiddle = 1.15;    // bring more bytes a product
 constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
 constexpr double kScaledRow = 2.72;       // and per row of its tile
 
+// Of kernels for a K that is not split.
+constexpr double kWholeL2Bytes = 10.5e6;
+constexpr double kWholeSmBytes = 140e3;
+constexpr double kWholeStep = 0.109;
+constexpr double kUneven = 1.22;      // time of tiles of 48 columns,
+constexpr int64_t kFewUneven = 100;   // if there are fewer
+constexpr int64_t kFewColumns = 256;  // whose K is split in the batch-invariant mode, too,
+constexpr int64_t kFewSteps = 8;      // by so many steps
+
 constexpr int64_t kBand = 2048;  // rows of x that stay in L2 together
 constexpr int kMaxSplits = 8;    // the largest portable cluster
 
@@ -91,6 +100,14 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   return kLaunch + std::max(compute, dram_time(p) / rate) * (1.0 + missing);
 }
 
+// The split of K that all kernels have in the batch-invariant mode. Products of few columns, as a
+// router's, are split for any number of rows: they have too few tiles.
+int64_t fixed_splits(const LinearProblem& p) {
+  const bool few = p.n <= kFewColumns && p.dtype != DType::kFloat8E4M3 &&
+                   (p.kind == LinearKind::kPlain || p.kind == LinearKind::kExtra);
+  return few ? std::clamp<int64_t>(k_tiles_of(p) / kFewSteps, 1, kMaxSplits) : 1;
+}
+
 double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
                       LinearActChoice* choice) {
   const LinearActVariant& v = kernel.variant;
@@ -114,9 +131,10 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // These tiles are faster if one row of them fills the GPU, or two in one round; otherwise others
   // mostly are.
   const bool uneven = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1;
-  // Products of one split add up K in order, whatever the tile: see docs/numerics.md.
-  const int64_t most = batch_invariant() ? 1 : std::min<int64_t>(kMaxSplits, k_tiles);
-  for (int splits = 1; splits <= most; ++splits) {
+  // Products of as many splits add up K in one order, whatever the tile: see docs/numerics.md.
+  const int fixed = batch_invariant() ? static_cast<int>(fixed_splits(p)) : 0;
+  const int most = fixed > 0 ? fixed : static_cast<int>(std::min<int64_t>(kMaxSplits, k_tiles));
+  for (int splits = std::max(fixed, 1); splits <= most; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
     const double steps = static_cast<double>(ceil_div(k_tiles, splits));
     const double slots = per_sm * sm_count * kPlaceable[splits];
@@ -153,6 +171,30 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   return best;
 }
 
+// Of a kernel whose K is not split and whose ring has room enough: the memory's rate, that of the
+// L2, a multiprocessor's or a step's products are what it takes.
+double whole_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
+                      LinearActChoice* choice) {
+  const LinearActVariant& v = kernel.variant;
+  const int64_t row_tiles = ceil_div(p.m, v.tile_m);
+  const int64_t rows = ceil_div(ceil_div(p.m, row_tiles), 8) * 8;
+  const int64_t blocks = row_tiles * ceil_div(p.n, v.tile_n / parts(p.kind));
+  const auto steps = static_cast<double>(k_tiles_of(p)), all = static_cast<double>(blocks);
+  const double bytes = steps * kRowBytes * static_cast<double>(rows + v.tile_n);  // of a block
+  const double turns = std::ceil(all / multiprocessors);
+  const bool uneven = v.tile_n == 48 && blocks < kFewUneven;
+  const double stream = dram_time(p) * (uneven ? kUneven : 1.0);
+  const double last = steps * kRowBytes * v.tile_n / kSmBytes * (turns - all / multiprocessors);
+  const double wait = turns > 1.0 ? (turns - 1.0) * kNextBlock + last : 0.0;
+  choice->splits = 1;
+  choice->rows = static_cast<int>(rows);
+  choice->group = 0;
+  choice->blocks = static_cast<unsigned>(blocks);
+  return kSmallLaunch + wait +
+         std::max({stream, bytes * all / kWholeL2Bytes, turns * bytes / kWholeSmBytes,
+                   turns * steps * kWholeStep});
+}
+
 bool serves(const LinearActVariant& v, const LinearProblem& p) {
   const bool kind = v.kind == p.kind ||
                     (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
@@ -163,7 +205,9 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
 // not depend on. The split-K kernels have 64, and suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
-  return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3 || !batch_invariant());
+  if (!batch_invariant()) return serves(v, p) && !v.whole;
+  if (fixed_splits(p) > 1) return serves(v, p) && v.split_k && !v.whole;
+  return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3);
 }
 
 }  // namespace
@@ -171,8 +215,16 @@ bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
 double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& problem,
                            int multiprocessors, LinearActChoice* choice) {
   choice->kernel = &kernel;
-  const auto estimate = kernel.variant.split_k ? small_estimate : large_estimate;
-  return estimate(kernel, problem, multiprocessors, choice);
+  if (!kernel.variant.split_k) return large_estimate(kernel, problem, multiprocessors, choice);
+  if (kernel.variant.whole) return whole_estimate(kernel, problem, multiprocessors, choice);
+  const double time = small_estimate(kernel, problem, multiprocessors, choice);
+  const LinearActVariant& v = kernel.variant;
+  const bool whole = batch_invariant() && choice->splits == 1 && problem.m > 64;
+  if (!whole || v.tile_m != 128 || v.tile_n != 64 || problem.dtype == DType::kFloat8E4M3) {
+    return time;
+  }
+  // Measured: with more than 64 rows these blocks get on better than the estimate for splits says.
+  return std::min(time, whole_estimate(kernel, problem, multiprocessors, choice));
 }
 
 Status linear_act_configure(const LinearActConfig& config, const LinearProblem& problem,
@@ -183,11 +235,13 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     const LinearActVariant& v = kernel.variant;
     if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
-        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
+        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k ||
+        (v.whole && (config.splits > 1 || !batch_invariant()))) {
       continue;
     }
     LinearActChoice found;
-    const double time = linear_act_estimate(kernel, problem, multiprocessors, &found);
+    double time = linear_act_estimate(kernel, problem, multiprocessors, &found);
+    if (v.whole) time = 0.0;  // made for this; others of its tile split K, too
     if (time >= best) continue;
     best = time;
     *choice = found;

@@ -22,6 +22,7 @@ struct LinearActVariant {
   int cluster;  // for kernels that multicast; split-K kernels take any
   int stages;   // in the ring
   bool split_k;
+  bool whole;  // split-K kernels for a K that is not split, for the batch-invariant mode
 };
 
 using LinearActKernel = CubinKernel<LinearActVariant>;

@@ -52,6 +52,8 @@ _SMALL = (
     (128, 112, 7),
 )
 _NARROW = ((64, 64, 6), (128, 64, 8))
+# For a K that is not split, in the batch-invariant mode: one block a multiprocessor.
+_WHOLE = ((64, 32, 17), (64, 48, 15), (64, 64, 13))
 
 # Of the other kinds, what measurements chose.
 _EXTRA = (_LARGE[2],)
@@ -107,8 +109,8 @@ def _beside(kernel, align):
     return (*pointers, *scales)
 
 
-def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, split_k, kind):
-    flags = [str(flag).lower() for flag in (pingpong, split_k)]
+def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, split_k, kind, whole=False):
+    flags = [str(flag).lower() for flag in (pingpong, split_k, whole)]
     return (
         f"LinearKind::{_KINDS[kind]}",
         f"DType::{(_DTYPES | _FP8)[dtype][1]}",
@@ -118,7 +120,7 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, split_k, 
         flags[0],
         str(cluster),
         str(stages),
-        flags[1],
+        *flags[1:],
     )
 
 
@@ -158,10 +160,10 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
     return Function(name, kernel, arguments, (launch,), attributes, problems)
 
 
-def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
+def _small(dtype, act, tile_m, tile_n, stages, kind="plain", whole=False):
     element = (_DTYPES | _FP8)[dtype][0]
     name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in _WITHOUT)
-    name += f"_{tile_m}x{tile_n}_split_k"
+    name += f"_{tile_m}x{tile_n}" + ("_whole_k" if whole else "_split_k")
     kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages, kind)
     x, w = Pointer("x", element), Pointer("w", element)
     y, sums = (Pointer(name, kernel.out_dtype, align=8) for name in ("y", "sums"))
@@ -181,7 +183,7 @@ def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
         smem=kernel.smem_bytes(),
         dependent=True,
     )
-    attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, stages, True, kind)
+    attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, stages, True, kind, whole)
     launched = (Scalar("splits"), *of_blocks, Scalar("blocks"))
     arguments = (x, w, *beside, y, sums, *scalars, *launched)
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
@@ -203,6 +205,8 @@ def functions():
             built += [_large(dtype, act, *shape) for shape in _LARGE]
             built += [_small(dtype, act, *shape) for shape in _SMALL]
             built += [_large(dtype, act, *shape, kind="extra") for shape in _EXTRA]
+            if (dtype, act) == ("bf16", "none"):
+                built += [_small(dtype, act, *shape, whole=True) for shape in _WHOLE]
             if act in _GATES:
                 built += [_large(dtype, act, *shape, kind="gated") for shape in _GATED]
                 wave = (_SILU,) if (dtype, act) == ("bf16", "silu") else ()

@@ -16,9 +16,11 @@ namespace {
 constexpr char kOp[] = "topk_softmax";
 
 TopkSoftmaxChoice choose(DType dtype, int64_t rows, int experts, int k) {
+  // In the batch-invariant mode one kernel serves any number of rows: that of topk_softmax_align.
+  const bool fixed = batch_invariant();
   for (const TopkSoftmaxKernel& kernel : KernelTable(topk_softmax_kernels)) {
-    if (kernel.dtype == dtype && kernel.max_rows >= rows && kernel.max_experts >= experts &&
-        kernel.max_k >= k) {
+    if (kernel.dtype == dtype && (fixed ? kernel.by_rounds : kernel.max_rows >= rows) &&
+        kernel.max_experts >= experts && kernel.max_k >= k) {
       return {&kernel, kTopkSoftmaxThreads, true};
     }
   }
@@ -92,8 +94,8 @@ Status topk_check(const char* op, const TensorView& scores, const TensorView& we
 
 bool topk_is_large(const TensorView& scores, const TensorView& weights) {
   return scores.ndim == 2 && weights.ndim == 2 &&
-         (batch_invariant() || scores.shape[1] > kTopkSoftmaxMaxExperts ||
-          weights.shape[1] > kTopkSoftmaxMaxK);
+         ((batch_invariant() && scores.dtype == DType::kFloat32) ||
+          scores.shape[1] > kTopkSoftmaxMaxExperts || weights.shape[1] > kTopkSoftmaxMaxK);
 }
 
 Status topk_softmax_prepare(const char* op, const TensorView& scores, const TensorView& weights,

@@ -198,19 +198,21 @@ __global__ void __launch_bounds__(kTopkSoftmaxThreads)
 using BFloat16Keys = KeysOf16Bit<BFloat16Format>;
 using Float16Keys = KeysOf16Bit<Float16Format>;
 
-#define TIERCEL_KERNEL(function, keys, dtype, max_rows, max_experts, top, lanes, name, ...) \
-  {DType::k##dtype,                                                                         \
-   max_rows,                                                                                \
-   max_experts,                                                                             \
-   top,                                                                                     \
-   lanes,                                                                                   \
-   Kernel("topk_softmax_" #function "<" #dtype name ">",                                    \
+#define TIERCEL_KERNEL(function, rounds, keys, dtype, max_rows, max_experts, top, lanes, name, \
+                       ...)                                                                    \
+  {DType::k##dtype,                                                                            \
+   max_rows,                                                                                   \
+   max_experts,                                                                                \
+   top,                                                                                        \
+   lanes,                                                                                      \
+   rounds,                                                                                     \
+   Kernel("topk_softmax_" #function "<" #dtype name ">",                                       \
           reinterpret_cast<const void*>(topk_softmax_##function<keys, __VA_ARGS__>))}
-#define TIERCEL_ROUNDS(keys, dtype, max_rows, top, per_lane)               \
-  TIERCEL_KERNEL(by_rounds, keys, dtype, max_rows, 32 * per_lane, top, 32, \
+#define TIERCEL_ROUNDS(keys, dtype, max_rows, top, per_lane)                     \
+  TIERCEL_KERNEL(by_rounds, true, keys, dtype, max_rows, 32 * per_lane, top, 32, \
                  ", per_lane=" #per_lane, per_lane)
 #define TIERCEL_SORTED(function, keys, dtype, max_rows, max_experts, lanes, per_lane, top) \
-  TIERCEL_KERNEL(function, keys, dtype, max_rows, max_experts, top, lanes,                 \
+  TIERCEL_KERNEL(function, false, keys, dtype, max_rows, max_experts, top, lanes,          \
                  ", lanes=" #lanes ", per_lane=" #per_lane ", top=" #top, lanes, per_lane, top)
 
 #define TIERCEL_ALL_ROUNDS(keys, dtype, max_rows, top)                                          \

@@ -33,6 +33,7 @@ struct TopkSoftmaxKernel {
   int max_experts;
   int max_k;
   int lanes_per_row;
+  bool by_rounds;  // as topk_softmax_align selects
   Kernel kernel;
 };
 
@@ -52,7 +53,8 @@ struct TopkLimits {
 Status topk_check(const char* op, const TensorView& scores, const TensorView& weights,
                   const TensorView& indices, const TopkLimits& limits);
 
-// True for a call that only the kernels of topk_route take.
+// True for a call that only the kernels of topk_route take. In the batch-invariant mode they take
+// float32 too, whose sums topk_softmax and topk_softmax_align have in another order.
 bool topk_is_large(const TensorView& scores, const TensorView& weights);
 
 // A kernel and its launch shape.

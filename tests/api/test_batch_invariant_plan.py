@@ -117,8 +117,9 @@ def test_a_plan_does_not_depend_on_the_rows(op):
     with tiercel.batch_invariant():
         for plan in PLANS[op]:
             # Blocks hold several rows, each its own, and prefetch more or fewer. `parts` are blocks
-            # of a launch.
-            assert differing(plan) - NO_MORE <= {"block", "ahead", "parts"}
+            # of a launch; a block may have all of a tile, in the same order.
+            others = {"kernel", "combine"} if op == "paged_attention" else set()
+            assert differing(plan) - NO_MORE - others <= {"block", "ahead", "parts"}
 
 
 def linear(rows, n, k, split_only=False):

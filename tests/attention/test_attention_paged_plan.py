@@ -311,22 +311,43 @@ def invariant(make, rows=8, keys=6400, **given):
     ("keys", "options", "parts"),
     [
         (16, {}, 1),
-        (2048, {}, 1),
-        (2064, {}, 2),
-        (6400, {}, 4),
-        (6400, {"most": 4096}, 2),
+        (512, {}, 1),
+        (528, {}, 2),
+        (4096, {}, 8),
+        (4112, {}, 9),
+        (8192, {}, 12),
+        (10256, {}, 14),
+        (6400, {"most": 4096}, 8),
+        (2**22, {}, 255),
+        (2048, {"softcap": 5.0}, 1),
+        (2064, {"softcap": 5.0}, 2),
+        (6400, {"dtype": "float16"}, 4),
+        (6400, {"causal": False}, 4),
         (6400, {"window": (1000, 0)}, 2),
         (2**22, {"window": (3000, 0)}, 3),
-        (2**22, {}, 255),
     ],
 )
-def test_parts_of_a_fixed_size_in_the_batch_invariant_mode(make, keys, options, parts):
+def test_parts_of_fixed_places_in_the_batch_invariant_mode(make, keys, options, parts):
     for rows in (1, 8, 500):
         for longest in (1, 900):
             got = invariant(make, rows, keys, longest=longest, **options)
             assert got["kernel"].startswith("attention_paged_")
-            assert got["parts"] == parts
-            assert (got["combine"] != "none") == (parts > 1) == (got["workspace"] > 0)
+            if got["kernel"].endswith("_chained"):
+                assert not options and got["parts"] == 1 < parts
+            else:
+                assert got["parts"] == parts
+            assert (got["combine"] != "none") == (got["parts"] > 1) == (got["workspace"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "chained"),
+    [({}, True), ({"softcap": 5.0}, False), ({"window": (3000, 0)}, False)],
+)
+def test_a_block_has_all_parts_where_tiles_fill_the_gpu(make, options, chained):
+    assert invariant(make, 2048, **options)["kernel"].endswith("_chained") == chained
+    assert not invariant(make, 1, **options)["kernel"].endswith("_chained")
+    sinks = make(32, dtype="float32")
+    assert not invariant(make, 2048, sinks=sinks, **options)["kernel"].endswith("_chained")
 
 
 def test_what_joins_a_row_does_so_after_its_parts(make):
@@ -339,7 +360,7 @@ def test_what_joins_a_row_does_so_after_its_parts(make):
 
 @pytest.mark.parametrize(("rows", "heads"), [(100, 8), (512, 7), (1024, 3), (8192, 1)])
 def test_heads_take_turns_where_parts_need_much_memory(make, rows, heads):
-    got = invariant(make, rows, 2**17)
+    got = invariant(make, rows, 2**17, softcap=5.0)
     assert got["workspace"] == 64 * rows * 4 * heads * (64 + 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""paged_attention on the emulator in the batch-invariant mode: parts of 2048 keys."""
+"""paged_attention on the emulator in the batch-invariant mode: parts of fixed places."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ def test_parts_of_a_fixed_size(d, options):
     given = make([(70, 2100), (0, 3), (1, 2048), (33, 33), (2, 2049), (3, 0)], d=d, around=(3, 2))
     with tiercel.batch_invariant():
         plan = kernels.paged_attention_plan(*arguments(given, **options))
-        assert plan["parts"] == 2 and plan["combine"] != "none"
+        # A mask or a width without a kernel for a tile's parts one after the other has longer ones.
+        assert plan["parts"] == (5 if d == 128 and not options else 2) and plan["combine"] != "none"
         check(given, **options)
         check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
 
@@ -78,6 +79,52 @@ def test_a_rows_bits_do_not_depend_on_the_call(options):
             again.append(sequence.chunks(1, 2, 18, 19, 60, 110, 149))
     for other, sums in again:
         assert torch.equal(other, out) and torch.equal(sums, lse)
+
+
+def both_ways(lengths, heads, lse, most):
+    """Results where one block has all parts of a tile, and where each part is a block's: the room
+    of the page table says how many parts there may be."""
+    q, k, v, table, *rest = make(lengths, heads=heads, d=128)
+    room = torch.full((len(table), 16 * 64), -7, dtype=torch.int32)
+    room[:, : table.shape[1]] = table
+    found = []
+    with tiercel.batch_invariant():
+        for pages, bound, chained in ((table, most, True), (room, None, False)):
+            values = list(arguments((q, k, v, pages, *rest)))
+            values[-2] = bound
+            if not lse:
+                values[11] = None
+            plan = kernels.paged_attention_plan(*values)
+            assert plan["kernel"].endswith("_chained") == chained
+            floats = plan["workspace"]
+            kernels.paged_attention(*values, torch.full((floats,), torch.nan) if floats else None)
+            found.append(values[10:12])
+        if lse:
+            check((q, k, v, table, *rest))
+    return found
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_parts_one_after_the_other(lse):
+    lengths = [(70, 600), (0, 3), (1, 512), (33, 33), (2, 513), (3, 0)]
+    (out, sums), (expected, logarithms) = both_ways(lengths, (4, 2), lse, 640)
+    assert torch.equal(out, expected)
+    assert not lse or torch.equal(sums, logarithms)
+
+
+def test_many_parts_one_after_the_other():
+    (out, sums), (expected, logarithms) = both_ways([(1, 1100), (5, 1030)], (44, 44), True, 1100)
+    assert torch.equal(out, expected) and torch.equal(sums, logarithms)
+
+
+def test_parts_grow():
+    """Parts of 512, 1024 and 2048 keys, and decoding beside a chunk that ends in each of them."""
+    lengths = [(1, 8300), (20, 4100), (1, 5200)]
+    with tiercel.batch_invariant():
+        given = make(lengths, heads=(2, 1), d=128)
+        plan = kernels.paged_attention_plan(*arguments(given))
+        assert plan["parts"] == 8 + 4 + 1 and not plan["kernel"].endswith("_chained")
+        check(given)
 
 
 def test_bits_of_one_part_do_not_depend_on_the_table():

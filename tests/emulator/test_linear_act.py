@@ -7,6 +7,8 @@ from support.activation_truth import value
 from support.emulator import kernels, options
 from torch.nn import functional
 
+import tiercel
+
 pytestmark = pytest.mark.torch
 
 ACTIVATIONS = {
@@ -44,6 +46,30 @@ def check(m, n, k, act="none", dtype=torch.bfloat16, bias=True, expected="", con
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations(act, dtype):
     check(70, 136, 200, act, dtype)
+
+
+@pytest.mark.parametrize("columns", [32, 48, 64])
+def test_tiles_for_a_k_that_is_not_split(columns):
+    """Those of the batch-invariant mode; more steps of K than the ring has stages."""
+    with tiercel.batch_invariant():
+        for m, n, k in ((5, 104, 1736), (columns, 136, 1160), (130, 264, 328), (64, 8, 8)):
+            config = (64, columns, False, True, 1, 0)
+            check(m, n, k, expected=f"_64x{columns}_whole_k", config=config)
+
+
+def test_few_columns_are_split_for_any_number_of_rows():
+    """A router's product has the same bits with one row and with many."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(n, 1032, generator=generator).bfloat16() for n in (300, 72))
+    with tiercel.batch_invariant():
+        results = []
+        for rows in (1, 64, 300):
+            y = torch.full((rows, 72), torch.nan, dtype=x.dtype)
+            given = (x[:rows], w, None, None, y, None, 0)
+            assert kernels.linear_act_plan(*given)["splits"] == 2
+            kernels.linear_act(*given)
+            results.append(y)
+    assert torch.equal(results[0], results[2][:1]) and torch.equal(results[1], results[2][:64])
 
 
 @pytest.mark.parametrize(

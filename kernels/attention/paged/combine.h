@@ -12,6 +12,25 @@ namespace tiercel {
 
 inline constexpr int kPagedCombineThreads = 128;
 
+// In place of a number of keys: parts that grow, as kernel.py has them.
+inline constexpr int kPagedGrowing = -1;
+
+// How many parts that grow have so many keys: of 512 up to key 4096, 1024 up to 8192, then 2048.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+    inline int paged_growing_parts(int keys) {
+  int parts = 0, first = 0;
+  for (int size = 512; size <= 2048; size *= 2) {
+    const int end = size == 512 ? 4096 : 8192;
+    int within = keys - first > 0 ? keys - first : 0;
+    if (size < 2048 && within > end - first) within = end - first;
+    parts += (within + size - 1) / size;
+    first = end;
+  }
+  return parts;
+}
+
 struct PagedCombineArgs {
   const char* partial;       // [total, parts, heads, 8 * row_vectors], 16 bits
   const float* partial_lse;  // [parts, heads, total]
@@ -27,11 +46,12 @@ struct PagedCombineArgs {
   int32_t step;         // from one of the starts to the next, in bytes
   int32_t length_step;  // the same of lengths
   int32_t capacity;     // keys of a sequence, at most
-  int32_t part_keys;    // of a part; 0: parts are even shares
+  int32_t part_keys;    // of a part, or kPagedGrowing; 0: parts are even shares
 };
 
 struct PagedCombineKernel {
   DType dtype;
+  bool fixed;  // for parts of a fixed number of keys
   Kernel kernel;
 };
 

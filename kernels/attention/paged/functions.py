@@ -7,6 +7,7 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 from kernels.attention.common.layouts import PIECE, ROWS
 from kernels.attention.common.problem import MASKS, SCALARS
 from kernels.attention.forward.functions import variant_of
+from kernels.attention.paged.chained import ChainedAttention, ChainedOperands
 from kernels.attention.paged.kernel import COPY_ROWS, POINTERS, SIZES, PagedAttention
 from kernels.attention.paged.operands import Factors, PagedOperands
 
@@ -18,6 +19,8 @@ _TILES = (
     (128, 2, 128, 2, 2, 2),
     (256, 2, 64, 2, 1, 1),
 )
+# Of chained.py.
+_CHAINED_TILE = (128, 2, 128, 2, 1, 2)
 # A window without limits is no mask.
 _KINDS = (("causal", False), ("window", False), ("window", True))
 
@@ -30,11 +33,14 @@ _CHECKED = (
 )
 
 
-def function(dtype, tile, mask, capped):
+def function(dtype, tile, mask, capped, chained=False):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
     kernel = PagedAttention(name, PagedOperands(element, v), v)
+    if chained:
+        kernel = ChainedAttention(name + "_chained", ChainedOperands(element, v), v)
+    name = kernel.name
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
     kinds = {"sinks": cutlass.Float32}
@@ -74,10 +80,14 @@ def function(dtype, tile, mask, capped):
         *map(str, (v.d, v.tile_m, v.tile_n)),
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
+        str(chained).lower(),
     )
     arguments = (*pointers, lse, None, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
 
 
 def functions():
-    return [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]
+    built = [
+        function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
+    ]
+    return [*built, function("bf16", _CHAINED_TILE, "causal", False, chained=True)]

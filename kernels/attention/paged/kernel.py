@@ -18,8 +18,8 @@ It multiplies as forward/kernel.py does. What differs:
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
   h writes head p * heads + h of a workspace, and paged_combine.cu puts the parts together.
 - In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
-  those: a row's sums depend on its own keys alone. A launch then has as many parts as its longest
-  sequence needs.
+  those: a row's sums depend on its own keys alone. Or parts grow: the first ones are shorter
+  (GROWING). A launch then has as many parts as its longest sequence needs.
 """
 
 from typing import NamedTuple
@@ -59,6 +59,11 @@ _AT_ONCE = 4  # chunks of float8 that a lane widens
 _NO_ROW = 1 << 28
 _NO_TILE = 1 << 22
 
+# In place of a number of blocks: parts of a causal mask that grow, as (first part, first block,
+# log2 of their blocks). paged_growing_parts in combine.h counts them.
+GROWING = -1
+PHASES = ((0, 0, 2), (8, 32, 3), (12, 64, 4))
+
 _PART = 23  # a row of tiles has the number of its part of the keys from this bit on
 
 
@@ -84,7 +89,9 @@ class Paged(NamedTuple):
     page_bits: Int32  # log2 of a page's keys
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
-    part_blocks: Int32  # blocks of keys of a part, a power of two; 0: even shares of `parts`
+    part_blocks: (
+        Int32  # blocks of keys of a part, a power of two; GROWING; 0: even shares of `parts`
+    )
     least_parts: Int32  # the fewest that give each block of threads a tile; `parts` is the most
     copy_rows: Int32
     copies: Int32  # of a block of keys
@@ -154,14 +161,16 @@ class PagedAttention(AttentionForward):
     def used_parts(self, paged, problem):
         """The parts of the longest sequence, if a part is a number of blocks."""
         parts = paged.parts
-        if paged.part_blocks > 0:
+        if paged.part_blocks != 0:
             longest = Int32(0)
             for entry in cutlass.range(cute.arch.lane_idx(), problem.batch, 32, unroll=1):
                 keys = load_at(paged.lengths, paged.length_step, entry)
                 longest = cutlass.max(longest, keys)
             longest = cute.arch.warp_redux_sync(longest, "max")
-            size = self.tile_n * paged.part_blocks
-            own = cute.ceil_div(cutlass.min(longest, paged.capacity), size)
+            longest = cutlass.min(longest, paged.capacity)
+            own = cute.ceil_div(longest, self.tile_n * cutlass.max(paged.part_blocks, 1))
+            if paged.part_blocks == GROWING:
+                own = growing_parts(own)
             parts = cutlass.min(cutlass.max(own, paged.least_parts), parts)
         return cute.arch.make_warp_uniform(parts)
 
@@ -270,9 +279,12 @@ class PagedAttention(AttentionForward):
             each = paged.part_blocks
             first = low & -each
         first += part * each
+        end = first + each
+        if paged.part_blocks == GROWING:
+            first, end = growing_start(part), growing_start(part + 1)
         low = cutlass.max(first, low)
         if part < paged.parts - 1:
-            last = cutlass.min(first + each, last)
+            last = cutlass.min(end, last)
         # An empty part: a block behind all keys, of which nothing is read.
         if low >= last:
             low = problem.seq_k // self.tile_n + 1
@@ -608,3 +620,32 @@ class PagedAttention(AttentionForward):
                 if lane % 4 == 0 and row < queries:
                     to = lse + (Int64(head) * paged.total_q + start + row)
                     to.store((top + cute.math.log2(total)) * _LN2)
+
+
+def growing_start(part):
+    """The first block of one of the parts that grow."""
+    start = Int32(0)
+    for (first, _, bits), behind in zip(PHASES, (*PHASES[1:], None), strict=True):
+        within = cutlass.max(part - first, 0)
+        within = within if behind is None else cutlass.min(within, behind[0] - first)
+        start += within << bits
+    return start
+
+
+def growing_parts(blocks):
+    """How many parts that grow have so many blocks."""
+    parts = Int32(0)
+    for (_, first, bits), behind in zip(PHASES, (*PHASES[1:], None), strict=True):
+        within = cutlass.max(blocks - first, 0)
+        within = within if behind is None else cutlass.min(within, behind[1] - first)
+        parts += (within + (1 << bits) - 1) >> bits
+    return parts
+
+
+@cute.jit
+def begins_part(block):
+    """True if one of the parts that grow begins at a block."""
+    mask = Int32((1 << PHASES[0][2]) - 1)
+    for _, first, bits in PHASES[1:]:
+        mask = Int32((1 << bits) - 1) if block > first else mask
+    return (block & mask) == 0

@@ -15,6 +15,7 @@ struct AttentionPagedVariant {
   int tile_n;
   AttentionMask mask;
   bool capped;
+  bool chained;  // a block has all parts of a tile: chained.py
 };
 
 // The kernel's parameters by name: Problem in problem.py and Paged in kernel.py.

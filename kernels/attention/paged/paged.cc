@@ -261,6 +261,8 @@ bool decodes(const PagedAttentionCall& call) {
   return !batch_invariant() || is_float8(*call.k_cache) || call.tree != nullptr;
 }
 
+int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
+
 struct Choice {
   // Null for an empty output, or one of them is.
   const AttentionPagedKernel* kernel = nullptr;
@@ -269,9 +271,10 @@ struct Choice {
   int64_t most;                              // queries of a tile
   int64_t group, queries, tiles, copy_rows;  // as in AttentionPagedArguments
   int64_t parts = 1;
-  int64_t part_blocks = 0;  // blocks of keys of a part in the batch-invariant mode
-  int64_t heads = 0;        // of keys, of a launch: all but in that mode
-  bool combined = false;    // by a second kernel
+  int64_t part_keys = 0;  // of a part in the batch-invariant mode, or kPagedGrowing
+  int64_t part_blocks = 0;
+  int64_t heads = 0;      // of keys, of a launch: all but in that mode
+  bool combined = false;  // by a second kernel
   unsigned blocks;
 
   // Floats of the workspace: results of parts in 16 bits, then their logarithms.
@@ -283,35 +286,9 @@ struct Choice {
   }
 };
 
-// Keys that a tile sees are split at multiples of kPagedPartKeys, so a row's
-// sums depend on its own keys alone.
-Status choose_fixed(const PagedAttentionCall& call, int64_t keys, Choice* choice) {
-  const AttentionOptions& options = call.options;
-  const bool spans = options.left >= 0 && options.right >= 0;
-  const int64_t seen =
-      attention_limit(options.left) + attention_limit(options.right) + choice->most;
-  const int64_t parts = paged_fixed_parts(keys, spans ? seen : keys);
-  if (options.left >= 0 && parts > kPagedMostFixedParts) {
-    return unsupported({kOp, "page_table", *call.page_table},
-                       "have room for at most " +
-                           std::to_string(kPagedMostFixedParts * kPagedPartKeys) +
-                           " keys in the batch-invariant mode, unless a window holds fewer",
-                       shape_text(call.page_table->shape, 2));
-  }
-  choice->parts = std::min(parts, kPagedMostFixedParts);
-  choice->part_blocks = kPagedPartKeys / choice->tile_n;
-  // A sink, and a logarithm, has other bits where it joins in the first kernel.
-  choice->combined = choice->parts > 1 || call.sinks != nullptr || call.lse != nullptr;
-  choice->heads = call.k_cache->shape[2];
-  if (choice->combined) {
-    choice->heads = paged_heads_at_once(choice->heads, call.q->shape[0] * choice->group,
-                                        call.q->shape[2], choice->tiles, choice->parts);
-  }
-  return Status();
-}
-
 // kernel.py's kernel for a head dimension, a mask and a cap.
-const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options) {
+const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options,
+                                        bool chained = false) {
   const bool capped = options.softcap != 0.0;
   const bool causal = !capped && options.left < 0 && options.right == 0;
   const AttentionPagedKernel* found = nullptr;
@@ -320,7 +297,7 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
   for (int i = 0; i < count; ++i) {
     const AttentionPagedVariant& variant = kernels[i].variant;
     if (variant.dtype != q.dtype || variant.d < q.shape[2] || variant.capped != capped ||
-        (variant.mask == AttentionMask::kCausal) != causal) {
+        (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained) {
       continue;
     }
     if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
@@ -346,6 +323,46 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
   choice->most = kWarpgroups * choice->queries;
 }
 
+// Keys that a tile sees are split at fixed places, so a row's sums depend on its own keys alone.
+// The first parts are shorter where there is a kernel whose blocks have all parts of a tile.
+Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int multiprocessors,
+                    Choice* choice) {
+  const AttentionOptions& options = call.options;
+  const AttentionPagedKernel* chained = nullptr;
+  if (choice->wide == nullptr && call.sinks == nullptr) {
+    chained = find_kernel(*call.q, options, true);
+    if (chained != nullptr && chained->variant.d != choice->d) chained = nullptr;
+  }
+  const bool spans = options.left >= 0 && options.right >= 0;
+  const int64_t seen =
+      attention_limit(options.left) + attention_limit(options.right) + choice->most;
+  const int64_t parts = chained != nullptr ? std::max(paged_growing_parts(narrow(load.keys)), 1)
+                                           : paged_fixed_parts(load.keys, spans ? seen : load.keys);
+  if (options.left >= 0 && parts > kPagedMostFixedParts) {
+    return unsupported({kOp, "page_table", *call.page_table},
+                       "have room for at most " +
+                           std::to_string(kPagedMostFixedParts * kPagedPartKeys) +
+                           " keys in the batch-invariant mode, unless a window holds fewer",
+                       shape_text(call.page_table->shape, 2));
+  }
+  choice->parts = std::min(parts, kPagedMostFixedParts);
+  choice->part_keys = chained != nullptr ? kPagedGrowing : kPagedPartKeys;
+  choice->part_blocks = chained != nullptr ? kPagedGrowing : kPagedPartKeys / choice->tile_n;
+  choice->heads = call.k_cache->shape[2];
+  if (chained != nullptr && paged_chains(load, choice->parts, multiprocessors)) {
+    choice->kernel = chained;
+    choice->parts = 1;
+    return Status();
+  }
+  // A sink, and a logarithm, has other bits where it joins in the first kernel.
+  choice->combined = choice->parts > 1 || call.sinks != nullptr || call.lse != nullptr;
+  if (choice->combined) {
+    choice->heads = paged_heads_at_once(choice->heads, call.q->shape[0] * choice->group,
+                                        call.q->shape[2], choice->tiles, choice->parts);
+  }
+  return Status();
+}
+
 Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
               const PagedCache& v, Choice* choice) {
   const TensorView& q = *call.q;
@@ -364,12 +381,12 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   load.tiles = choice->tiles * kv_heads;
   load.keys = call.page_table->shape[1] * call.k_cache->shape[1];
   if (call.max_keys >= 0) load.keys = std::min(load.keys, call.max_keys);
+  load.tile_n = choice->tile_n;
+  load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
   if (batch_invariant()) {
-    TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load.keys, choice));
+    TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load, multiprocessors, choice));
   } else {
     if (options.left >= 0) load.keys = std::min(load.keys, attention_limit(options.left) + most);
-    load.tile_n = choice->tile_n;
-    load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
     choice->parts = paged_parts(load, multiprocessors);
     choice->combined = choice->parts > 1;
     choice->heads = kv_heads;
@@ -384,8 +401,6 @@ int32_t step_of(const TensorView& view) {
   const int last = view.ndim - 1;
   return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
 }
-
-int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
 
 // The factors of stored keys or values, and the step from a head's to the next.
 void* scale_of(const TensorView* scale, int32_t* step) {
@@ -457,8 +472,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   set_copies(choice, k, v, a);
 }
 
-void set_combine(const PagedAttentionCall& call, const AttentionPagedArguments& of_parts,
-                 PagedCombineArgs* a) {
+void set_combine(const PagedAttentionCall& call, const Choice& choice,
+                 const AttentionPagedArguments& of_parts, PagedCombineArgs* a) {
   const TensorView &q = *call.q, &out = *call.out;
   a->starts = static_cast<const char*>(call.cu_seqlens_q->data);
   a->lengths = static_cast<const char*>(call.seqused_k->data);
@@ -475,7 +490,7 @@ void set_combine(const PagedAttentionCall& call, const AttentionPagedArguments& 
   a->step = of_parts.step_q;
   a->length_step = of_parts.length_step;
   a->capacity = of_parts.capacity;
-  a->part_keys = of_parts.part_blocks == 0 ? 0 : narrow(kPagedPartKeys);
+  a->part_keys = narrow(choice.part_keys);
 }
 
 Status encode_rows(const AttentionPagedKernel& kernel, int index, const TensorView& view,
@@ -486,9 +501,9 @@ Status encode_rows(const AttentionPagedKernel& kernel, int index, const TensorVi
   return encode_tensor_map(spec, AttentionPackedRows(view).view, kOp, name, map);
 }
 
-const PagedCombineKernel& combine_for(DType dtype) {
+const PagedCombineKernel& combine_for(DType dtype, bool fixed) {
   return *KernelTable(paged_combine_kernels).find([&](const auto& kernel) {
-    return kernel.dtype == dtype;
+    return kernel.dtype == dtype && kernel.fixed == fixed;
   });
 }
 
@@ -518,17 +533,18 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
     return paged_attention_plan(HeadSlice(call, 0, choice.heads).call(), multiprocessors, plan);
   }
   const AttentionPagedKernel* kernel = choice.kernel;
-  *plan = {kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
-           choice.combined ? combine_for(call.q->dtype).kernel.name() : "none",
-           kernel == nullptr ? kWideRows : kernel->variant.tile_m,
-           static_cast<int>(choice.tile_n),
-           static_cast<int>(choice.most),
-           static_cast<int>(choice.copy_rows),
-           static_cast<int>(choice.parts),
-           choice.blocks,
-           kernel == nullptr ? kWideThreads : kernel->block,
-           kernel == nullptr ? kWideShared : kernel->dynamic_smem,
-           choice.workspace(*call.q)};
+  *plan = {
+      kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
+      choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
+      kernel == nullptr ? kWideRows : kernel->variant.tile_m,
+      static_cast<int>(choice.tile_n),
+      static_cast<int>(choice.most),
+      static_cast<int>(choice.copy_rows),
+      static_cast<int>(choice.parts),
+      choice.blocks,
+      kernel == nullptr ? kWideThreads : kernel->block,
+      kernel == nullptr ? kWideShared : kernel->dynamic_smem,
+      choice.workspace(*call.q)};
   return Status();
 }
 
@@ -563,9 +579,9 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   AttentionPagedArguments& a = arguments_;
   set_arguments(call, choice, k, v, &a);
   if (choice.combined) {
-    combine_ = &combine_for(dtype_);
+    combine_ = &combine_for(dtype_, choice.part_keys != 0);
     partial_ = choice.partial(q);
-    set_combine(call, a, &combined_);
+    set_combine(call, choice, a, &combined_);
   }
   if (choice.wide != nullptr) {
     wide_ = choice.wide;

@@ -44,6 +44,13 @@ int64_t paged_fixed_parts(int64_t keys, int64_t span) {
   return std::min(all, ceil_div(span, kPagedPartKeys) + 1);
 }
 
+bool paged_chains(const PagedLoad& load, int64_t parts, int multiprocessors) {
+  if (parts == 1) return false;
+  const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
+  const double chained = time_of(load, steps, 1, multiprocessors);
+  return chained < time_of(load, steps, parts, multiprocessors);
+}
+
 int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts) {
   const int64_t floats = parts * rows * (d / 2 + 1);
   const int64_t most = std::min(kMostFloats / floats, kMostItems / (tiles * parts));

@@ -29,6 +29,9 @@ inline constexpr int64_t kPagedMostFixedParts = 255;
 // The fixed parts of a tile: of the first `keys` keys, or of a window that spans `span` of them.
 int64_t paged_fixed_parts(int64_t keys, int64_t span);
 
+// True if one block should have all of a tile's parts, rather than a block each part.
+bool paged_chains(const PagedLoad& load, int64_t parts, int multiprocessors);
+
 // How many key heads a launch has, of `heads`, so that the results of its parts fit the workspace.
 // `rows` are those of a key head, `tiles` the same.
 int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts);
