@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu import cpasync
 from kernels.attention.common.layouts import (
     PIECE,
     ROWS,
+    WARPGROUP,
     outer_coordinates,
     sequence_coordinates,
     staged_layout,
@@ -48,7 +49,8 @@ _LN2 = 0.6931471805599453
 # boxes of all maps.
 COPY_ROWS = 8
 
-LOADERS = 4  # warps
+LOADERS = 4  # warps of a warpgroup
+FIRST_KEY_WARP = 12  # of those that widen keys
 
 # Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
 BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
@@ -106,10 +108,18 @@ SIZES = Paged._fields[7:]
 
 
 class PagedAttention(AttentionForward):
-    def __init__(self, name, operands, variant):
+    def __init__(self, name, operands, variant, way):
         super().__init__(name, operands, variant)
-        self.loader_registers, self.registers = 56, 224  # to widen needs more
+        if way == "old":
+            operands.widens = False
+        self.way = way
         self.widens = operands.widens
+        self.loader_registers, self.registers = (56, 224) if not self.widens else (56, 200)
+        if self.widens:
+            self.threads += WARPGROUP
+
+    def loads(self, warp_index):
+        return (warp_index < LOADERS) | (warp_index >= FIRST_KEY_WARP)
 
     # Maps and shared memory.
 
@@ -304,7 +314,9 @@ class PagedAttention(AttentionForward):
         q_write = writer(self.variant.q_stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
-        blocks, pending = Int32(0), (Int32(0), Int32(0))
+        blocks = Int32(0)
+        if (warp_index >= FIRST_KEY_WARP) & (paged.loader < BY_WIDENING):
+            rounds = Int32(0)
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
@@ -324,13 +336,12 @@ class PagedAttention(AttentionForward):
                 self.load_rows(k, v, *of_keys)
             if const_expr(self.widens):
                 if paged.loader == BY_WIDENING:
-                    pending = self.load_float8(k, v, pending, *of_keys)
+                    if const_expr(self.way == "staged"):
+                        self.load_float8(k, v, *of_keys)
+                    else:
+                        self.load_registers(k, v, *of_keys)
             blocks += last - low
-        if const_expr(self.widens):
-            if pending[0] != 0:
-                cute.arch.inline_ptx("cp.async.wait_group 0;")
-                self.widen(*pending)
-        if warp_index > 0:
+        if (warp_index > 0) & (warp_index < LOADERS):
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
 
     @cute.jit
@@ -447,65 +458,129 @@ class PagedAttention(AttentionForward):
             self.announce(barrier, rows)
 
     @cute.jit
-    def load_float8(self, k, v, pending, blocks, low, last, paged, table, keys, head, warp_index):
-        """A tile's keys and values of float8; `blocks` came before them. Each warp copies its rows
-        of a block and then widens those of the block of values or keys before it, `pending`: its
-        barrier, 0 if there is none, and this lane's first place. A lane copies 16 bytes to where
-        the second half of their 32 bytes will be."""
-        rows, lane = self.tile_n // LOADERS, cute.arch.lane_idx()
-        k_source, k_row, k_memory, k_full = self.ring_of(k, head)
-        v_source, v_row, v_memory, v_full = self.ring_of(v, head)
-        # Eight rows at once, 64 columns of each: chunks of 32 bytes, in shared memory's swizzle.
-        own_row, chunk = lane // 4, lane % 4
-        own = warp_index * (rows * 2 * PIECE) + own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
-        at_lane = warp_index * rows + lane
+    def float8_ring(self, k, v, head, warp_index):
+        """As ring_of: keys for the last warpgroup, values for the first one. A lane's first row of
+        eight, its chunk of 16 columns, and its first place in a stage: 32 bytes, in shared memory's
+        swizzle. Eight rows of 64 columns leave no bank conflict."""
+        source, row_bytes, memory, full = self.ring_of(v, head)
+        if warp_index >= FIRST_KEY_WARP:
+            source, row_bytes, memory, full = self.ring_of(k, head)
+        quarter, lane = warp_index % LOADERS, cute.arch.lane_idx()
+        row, chunk = lane // 4, lane % 4
+        memory += quarter * (self.tile_n // LOADERS * 2 * PIECE)
+        memory += row * (2 * PIECE) + ((2 * chunk) ^ row) * 16
+        return source + chunk * 16, row_bytes, memory, full, row, chunk
+
+    @cute.jit
+    def load_float8(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys or values of float8; `blocks` came before them. Each warp copies its rows
+        of a block, a lane 16 bytes to where the second half of their 32 bytes will be, and widens
+        them."""
+        rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
+        source, row_bytes, memory, full, own_row, chunk = self.float8_ring(k, v, head, warp_index)
+        at_lane = quarter * rows + lane
         page = self.page_of(paged, table, keys, (last - 1) * self.tile_n + at_lane)
-        place_before, place = Int32(0), Int32(0)
-        barrier_before, at_before = pending
-        copies = 2 * (last - low)
-        for copy in cutlass.range(copies, unroll=1):
-            # Keys are a block ahead: k0 k1 v0 k2 v1 ... v.
-            block = (copy + 1) // 2
-            of_values = (copy > 0) & (copy % 2 == 0) | (copy == copies - 1)
-            source, row_bytes, memory, full = k_source, k_row, k_memory, k_full
-            if of_values:
-                block -= 1
-                source, row_bytes, memory, full = v_source, v_row, v_memory, v_full
-            first = (last - 1 - block) * self.tile_n
-            if not of_values:
-                place_before = place
-                place = self.place_of(paged, page, first + at_lane)
-            of_copy = place_before if of_values & (copy < copies - 1) else place
-            index, parity = self.stage_of(blocks + block)
-            barrier, to = full + index * 8, memory + own + index * (self.tile_n * self.d * 2)
-            seen = keys - first - warp_index * rows - own_row
+        for step in cutlass.range(last - low, unroll=1):
+            index, parity = self.stage_of(blocks + step)
+            barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
+            first = (last - 1 - step) * self.tile_n
+            place = self.place_of(paged, page, first + at_lane)
+            seen = keys - first - quarter * rows - own_row
             self.wait(barrier + self.variant.stages * 8, parity)
             for i in cutlass.range_constexpr(4):
-                at_row = cute.arch.shuffle_sync(of_copy, i * 8 + own_row)
-                at_row = source + Int64(at_row) * row_bytes + chunk * 16
+                at_row = cute.arch.shuffle_sync(place, i * 8 + own_row)
+                at_row = source + Int64(at_row) * row_bytes
                 for piece in cutlass.range_constexpr(self.d // PIECE):
                     inside = piece * PIECE + chunk * 16 < paged.columns
                     visible = seen if inside else Int32(0)
                     offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
                     self.copy_or_clear(to ^ 16, offset, at_row, piece * PIECE, i * 8, visible)
             cute.arch.inline_ptx("cp.async.commit_group;")
-            # Here and not where it is used: the compiler waits for it at the loop's next branch.
-            if not of_values:
-                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
-            if warp_index == 0:
+            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+            if quarter == 0:
                 self.expect(barrier)
-            if barrier_before != 0:
-                cute.arch.inline_ptx("cp.async.wait_group 1;")
-                self.widen(barrier_before, at_before)
-            barrier_before, at_before = barrier, to
-        return barrier_before, at_before
+            cute.arch.inline_ptx("cp.async.wait_group 0;")
+            for piece in cutlass.range(self.d // PIECE, unroll=1):
+                self.widen_chunks(to + piece * (self.tile_n * 2 * PIECE))
+            self.announce(barrier, rows)
 
     @cute.jit
-    def widen(self, barrier, to):
-        """This warp's rows of a block, which have arrived."""
-        for piece in cutlass.range(self.d // PIECE, unroll=1):
-            self.widen_chunks(to + piece * (self.tile_n * 2 * PIECE))
-        self.announce(barrier, self.tile_n // LOADERS)
+    def load_registers(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
+        rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
+        pieces, groups = self.d // PIECE, rows // 8
+        source, row_bytes, memory, full, own_row, chunk = self.float8_ring(k, v, head, warp_index)
+        at_lane = quarter * rows + lane
+        at = (last - 1) * self.tile_n
+        page = self.page_of(paged, table, keys, at + at_lane)
+        words = cute.make_rmem_tensor(4 * pieces * groups, Int32)
+        for step in cutlass.range(last - low + 1, unroll=1):
+            # The block before arrives while its stage becomes free.
+            if step > 0:
+                index, parity = self.stage_of(blocks + step - 1)
+                barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
+                self.wait(barrier + self.variant.stages * 8, parity)
+                if quarter == 0:
+                    self.expect(barrier)
+                for i in cutlass.range_constexpr(groups):
+                    for piece in cutlass.range_constexpr(pieces):
+                        of_chunk = 4 * (i * pieces + piece)
+                        offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
+                        self.widen_words(to, offset, [words[of_chunk + n] for n in range(4)])
+                self.announce(barrier, rows)
+            first = at - step * self.tile_n
+            place = self.place_of(paged, page, first + at_lane)
+            seen = keys - first - quarter * rows - own_row
+            seen = seen if step < last - low else Int32(0)
+            for i in cutlass.range_constexpr(groups):
+                at_row = cute.arch.shuffle_sync(place, i * 8 + own_row)
+                at_row = source + Int64(at_row) * row_bytes
+                for piece in cutlass.range_constexpr(pieces):
+                    inside = piece * PIECE + chunk * 16 < paged.columns
+                    visible = seen if inside else Int32(0)
+                    loaded = self.load_or_clear(at_row, piece * PIECE, i * 8, visible)
+                    for n in cutlass.range_constexpr(4):
+                        words[4 * (i * pieces + piece) + n] = loaded[n]
+            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+
+    def load_or_clear(self, source, offset, row, seen):
+        """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
+        return cute.arch.inline_ptx(
+            f"{{ .reg .pred seen; setp.gt.s32 seen, {{$r1}}, {row}; "
+            + "".join(f"mov.b32 {{$w{n}}}, 0; " for n in range(4))
+            + "@seen ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            + f"[{{$r0}} + {offset}]; }}",
+            write_only_types=[Int32] * 4,
+            read_only_args=[source, seen],
+        )
+
+    def widen_words(self, to, offset, words):
+        """Stores a chunk's 16 numbers of float8 in 16 bits each."""
+        lines = [".reg .b32 second, w<8>; .reg .b16 low, high; .reg .f32 f<2>;"]
+        lines.append("xor.b32 second, {$r0}, 16;")
+        if self.way == "none":
+            lines += [f"mov.b32 w{n}, {{$r{n // 2 + 1}}};" for n in range(8)]
+        else:
+            lines += self.widening([f"{{$r{n + 1}}}" for n in range(4)])
+        for at_words, four in (("{$r0}", range(4)), ("second", range(4, 8))):
+            stored = ", ".join(f"w{i}" for i in four)
+            lines.append(f"st.shared.v4.b32 [{at_words} + {offset}], {{{stored}}};")
+        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[to, *words])
+
+    def widening(self, words):
+        """Instructions that make w0 to w7 of four words of float8."""
+        lines = []
+        for i in range(8):
+            if i % 2 == 0:
+                lines.append(f"mov.b32 {{low, high}}, {words[i // 2]};")
+            lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {('low', 'high')[i % 2]};")
+        if self.operands.dtype is cutlass.BFloat16:
+            for i in range(8):
+                lines += [
+                    f"mov.b32 {{low, high}}, w{i};",
+                    "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
+                    f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
+                ]
+        return lines
 
     def copy_or_clear(self, to, to_offset, source, offset, row, seen):
         """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
