@@ -30,7 +30,7 @@ _CHECKED = (
 )
 
 
-_WAYS = ("registers", "staged", "none", "old")
+_WAYS = ("registers", "halves", "none", "old", "bypass")
 
 
 def function(dtype, tile, mask, capped, way=0):
@@ -90,6 +90,7 @@ def functions():
         ("bf16", 1, 1),
         ("bf16", 1, 2),
         ("bf16", 1, 3),
+        ("bf16", 1, 4),
         ("fp16", 1, 1),
         ("bf16", 0, 1),
         ("bf16", 0, 3),

@@ -39,7 +39,7 @@ from kernels.attention.common.layouts import (
 )
 from kernels.attention.common.packed import load_at, rows_between
 from kernels.attention.common.pipelines import writer
-from kernels.attention.common.softmax import hide_outside, inverse, join_sink, largest
+from kernels.attention.common.softmax import hide_outside, hold, inverse, join_sink, largest
 from kernels.attention.common.tiles import free_blocks, key_blocks, place
 from kernels.attention.forward.kernel import AttentionForward
 
@@ -113,10 +113,13 @@ class PagedAttention(AttentionForward):
         if way == "old":
             operands.widens = False
         self.way = way
+        self.kind = ".nc.L1::no_allocate" if way in ("none", "bypass") else ""
         self.widens = operands.widens
         self.loader_registers, self.registers = (56, 224) if not self.widens else (56, 200)
+        self.sharers, self.first_key_warp = 2, 2
         if self.widens:
             self.threads += WARPGROUP
+            self.sharers, self.first_key_warp = LOADERS, FIRST_KEY_WARP
 
     def loads(self, warp_index):
         return (warp_index < LOADERS) | (warp_index >= FIRST_KEY_WARP)
@@ -315,7 +318,7 @@ class PagedAttention(AttentionForward):
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
         blocks = Int32(0)
-        if (warp_index >= FIRST_KEY_WARP) & (paged.loader < BY_WIDENING):
+        if (warp_index >= FIRST_KEY_WARP) & (paged.loader == BY_ENGINE):
             rounds = Int32(0)
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
@@ -418,10 +421,10 @@ class PagedAttention(AttentionForward):
         """A tile's keys and values, 16 bytes a lane; `blocks` came before them. Two warps copy
         values, two keys: both wait for their own copies only. Eight lanes copy 64 columns of a
         row; a warp reads the page table a block ahead."""
-        rows, pieces = self.tile_n // 2, self.d // PIECE  # of this warp; of a row
-        half, lane = warp_index % 2, cute.arch.lane_idx()
+        rows, pieces = self.tile_n // self.sharers, self.d // PIECE  # of this warp; of a row
+        half, lane = warp_index % self.sharers, cute.arch.lane_idx()
         source, row_bytes, memory, full = self.ring_of(v, head)
-        if warp_index >= 2:
+        if warp_index >= self.first_key_warp:
             source, row_bytes, memory, full = self.ring_of(k, head)
         own_row, chunk = lane // 8, lane % 8
         source += chunk * 16
@@ -507,47 +510,74 @@ class PagedAttention(AttentionForward):
     @cute.jit
     def load_registers(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
         rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
-        pieces, groups = self.d // PIECE, rows // 8
-        source, row_bytes, memory, full, own_row, chunk = self.float8_ring(k, v, head, warp_index)
+        source, row_bytes, memory, full = self.ring_of(v, head)
+        if warp_index >= FIRST_KEY_WARP:
+            source, row_bytes, memory, full = self.ring_of(k, head)
+        # Whole rows at once. Eight lanes that store together have four chunks of two rows.
+        own_row, chunk, piece = lane // 4, lane % 4, 0
+        if const_expr(self.d > PIECE):
+            own_row, piece = lane // 4 % 2 + lane // 16 * 2, lane // 8 % 2
+        at_once = 32 * 16 // self.d
+        column = piece * PIECE + chunk * 16
+        source += column
+        memory += piece * (self.tile_n * 2 * PIECE) + quarter * (rows * 2 * PIECE)
+        memory += own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
         at_lane = quarter * rows + lane
-        at = (last - 1) * self.tile_n
-        page = self.page_of(paged, table, keys, at + at_lane)
-        words = cute.make_rmem_tensor(4 * pieces * groups, Int32)
-        for step in cutlass.range(last - low + 1, unroll=1):
-            # The block before arrives while its stage becomes free.
-            if step > 0:
-                index, parity = self.stage_of(blocks + step - 1)
-                barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
-                self.wait(barrier + self.variant.stages * 8, parity)
-                if quarter == 0:
-                    self.expect(barrier)
-                for i in cutlass.range_constexpr(groups):
-                    for piece in cutlass.range_constexpr(pieces):
-                        of_chunk = 4 * (i * pieces + piece)
-                        offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
-                        self.widen_words(to, offset, [words[of_chunk + n] for n in range(4)])
-                self.announce(barrier, rows)
-            first = at - step * self.tile_n
-            place = self.place_of(paged, page, first + at_lane)
+        first = (last - 1) * self.tile_n
+        page = self.page_of(paged, table, keys, first + at_lane)
+        place = self.place_of(paged, page, first + at_lane)
+        page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+        seen = keys - first - quarter * rows - own_row
+        seen = seen if column < paged.columns else Int32(0)
+        loads, half = rows // at_once, rows // at_once // 2
+        words = cute.make_rmem_tensor(4 * loads, Int32)
+        of_chunks = (words, source, row_bytes, at_once, own_row)
+        self.load_chunks(*of_chunks, place, seen, range(loads))
+        for step in cutlass.range(last - low, unroll=1):
+            index, parity = self.stage_of(blocks + step)
+            barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
+            first -= self.tile_n
             seen = keys - first - quarter * rows - own_row
-            seen = seen if step < last - low else Int32(0)
-            for i in cutlass.range_constexpr(groups):
-                at_row = cute.arch.shuffle_sync(place, i * 8 + own_row)
-                at_row = source + Int64(at_row) * row_bytes
-                for piece in cutlass.range_constexpr(pieces):
-                    inside = piece * PIECE + chunk * 16 < paged.columns
-                    visible = seen if inside else Int32(0)
-                    loaded = self.load_or_clear(at_row, piece * PIECE, i * 8, visible)
-                    for n in cutlass.range_constexpr(4):
-                        words[4 * (i * pieces + piece) + n] = loaded[n]
+            inside = (column < paged.columns) & (step < last - low - 1)
+            seen = seen if inside else Int32(0)
+            self.wait(barrier + self.variant.stages * 8, parity)
+            if quarter == 0:
+                self.expect(barrier)
+            if const_expr(self.way == "halves"):
+                self.widen_registers(words, to, at_once, range(half))
+                place = self.place_of(paged, page, first + at_lane)
+                self.load_chunks(*of_chunks, place, seen, range(half))
+                hold(paged.columns)
+                self.widen_registers(words, to, at_once, range(half, loads))
+                self.announce(barrier, rows)
+                self.load_chunks(*of_chunks, place, seen, range(half, loads))
+            else:
+                self.widen_registers(words, to, at_once, range(loads))
+                self.announce(barrier, rows)
+                place = self.place_of(paged, page, first + at_lane)
+                self.load_chunks(*of_chunks, place, seen, range(loads))
             page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+
+    def widen_registers(self, words, to, at_once, chunks):
+        for i in chunks:
+            at = to ^ (i * at_once * 16 & 64)
+            self.widen_words(at, i * at_once * 2 * PIECE, [words[4 * i + n] for n in range(4)])
+
+    def load_chunks(self, words, source, row_bytes, at_once, own_row, place, seen, chunks):
+        for i in chunks:
+            at_row = cute.arch.shuffle_sync(place, i * at_once + own_row)
+            at_row = source + Int64(at_row) * row_bytes
+            loaded = self.load_or_clear(at_row, 0, i * at_once, seen)
+            for n in range(4):
+                words[4 * i + n] = loaded[n]
 
     def load_or_clear(self, source, offset, row, seen):
         """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
         return cute.arch.inline_ptx(
             f"{{ .reg .pred seen; setp.gt.s32 seen, {{$r1}}, {row}; "
             + "".join(f"mov.b32 {{$w{n}}}, 0; " for n in range(4))
-            + "@seen ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            + f"@seen ld.global{self.kind}.v4.b32 "
+            + "{{$w0}, {$w1}, {$w2}, {$w3}}, "
             + f"[{{$r0}} + {offset}]; }}",
             write_only_types=[Int32] * 4,
             read_only_args=[source, seen],
