@@ -532,7 +532,8 @@ class PagedAttention(AttentionForward):
         loads, half = rows // at_once, rows // at_once // 2
         words = cute.make_rmem_tensor(4 * loads, Int32)
         of_chunks = (words, source, row_bytes, at_once, own_row)
-        self.load_chunks(*of_chunks, place, seen, range(loads))
+        seen_before = seen
+        self.load_chunks(*of_chunks, place, seen, range(half if self.way == "halves" else loads))
         for step in cutlass.range(last - low, unroll=1):
             index, parity = self.stage_of(blocks + step)
             barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
@@ -544,19 +545,29 @@ class PagedAttention(AttentionForward):
             if quarter == 0:
                 self.expect(barrier)
             if const_expr(self.way == "halves"):
-                self.widen_registers(words, to, at_once, range(half))
-                place = self.place_of(paged, page, first + at_lane)
-                self.load_chunks(*of_chunks, place, seen, range(half))
+                # A wait for one load waits for all that have started: so half of the registers
+                # arrive while the other half is widened.
+                self.widen_registers(words, to, at_once, range(1))
                 hold(paged.columns)
-                self.widen_registers(words, to, at_once, range(half, loads))
+                self.load_chunks(*of_chunks, place, seen_before, range(half, loads))
+                place = self.place_of(paged, page, first + at_lane)
+                hold(paged.columns)
+                self.widen_registers(words, to, at_once, range(1, half))
+                hold(paged.columns)
+                self.widen_registers(words, to, at_once, range(half, half + 1))
+                hold(paged.columns)
+                self.load_chunks(*of_chunks, place, seen, range(half))
+                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+                seen_before = seen
+                hold(paged.columns)
+                self.widen_registers(words, to, at_once, range(half + 1, loads))
                 self.announce(barrier, rows)
-                self.load_chunks(*of_chunks, place, seen, range(half, loads))
             else:
                 self.widen_registers(words, to, at_once, range(loads))
                 self.announce(barrier, rows)
                 place = self.place_of(paged, page, first + at_lane)
                 self.load_chunks(*of_chunks, place, seen, range(loads))
-            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
 
     def widen_registers(self, words, to, at_once, chunks):
         for i in chunks:
