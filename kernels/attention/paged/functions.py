@@ -30,16 +30,11 @@ _CHECKED = (
 )
 
 
-_WAYS = ("registers", "halves", "none", "old", "bypass")
-
-
-def function(dtype, tile, mask, capped, way=0):
+def function(dtype, tile, mask, capped):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
-    if way:
-        name += "_" + _WAYS[way]
-    kernel = PagedAttention(name, PagedOperands(element, v), v, _WAYS[way])
+    kernel = PagedAttention(name, PagedOperands(element, v), v)
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
     kinds = {"sinks": cutlass.Float32}
@@ -76,7 +71,7 @@ def function(dtype, tile, mask, capped, way=0):
     )
     attributes = (
         f"DType::{enumerator}",
-        *map(str, (v.d, v.tile_m + way, v.tile_n)),
+        *map(str, (v.d, v.tile_m, v.tile_n)),
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
     )
@@ -85,15 +80,4 @@ def function(dtype, tile, mask, capped, way=0):
 
 
 def functions():
-    all_ = [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]
-    for dtype, tile, way in (
-        ("bf16", 1, 1),
-        ("bf16", 1, 2),
-        ("bf16", 1, 3),
-        ("bf16", 1, 4),
-        ("fp16", 1, 1),
-        ("bf16", 0, 1),
-        ("bf16", 0, 3),
-    ):
-        all_.append(function(dtype, _TILES[tile], "causal", False, way))
-    return all_
+    return [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]

@@ -9,8 +9,10 @@ It multiplies as forward/kernel.py does. What differs:
   engine takes 64 columns of the rows of a page, or of a block of keys if that is less. Its map ends
   with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
   small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
-- Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
-  of keys and values in turn, so that copies arrive while the block before them is widened.
+- With D up to 128, lanes of two warpgroups copy: the first has values, the last keys. The last one
+  has nothing to do where the copy engine copies.
+- Rows of float8 caches go through registers of the same lanes. When a block's stage is free they
+  widen it and store 16 bits for each number, then load their rows of the next block.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
@@ -39,7 +41,7 @@ from kernels.attention.common.layouts import (
 )
 from kernels.attention.common.packed import load_at, rows_between
 from kernels.attention.common.pipelines import writer
-from kernels.attention.common.softmax import hide_outside, hold, inverse, join_sink, largest
+from kernels.attention.common.softmax import hide_outside, inverse, join_sink, largest
 from kernels.attention.common.tiles import free_blocks, key_blocks, place
 from kernels.attention.forward.kernel import AttentionForward
 
@@ -49,13 +51,11 @@ _LN2 = 0.6931471805599453
 # boxes of all maps.
 COPY_ROWS = 8
 
-LOADERS = 4  # warps of a warpgroup
-FIRST_KEY_WARP = 12  # of those that widen keys
+LOADERS = 4  # warps
+FIRST_KEY_WARP = 12  # of lanes that copy keys, if a second warpgroup copies
 
 # Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
 BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
-
-_AT_ONCE = 4  # chunks of float8 that a lane widens
 
 # Row numbers of no sequence; sums with lengths and windows fit 32 bits.
 _NO_ROW = 1 << 28
@@ -108,17 +108,14 @@ SIZES = Paged._fields[7:]
 
 
 class PagedAttention(AttentionForward):
-    def __init__(self, name, operands, variant, way):
+    def __init__(self, name, operands, variant):
         super().__init__(name, operands, variant)
-        if way == "old":
-            operands.widens = False
-        self.way = way
-        self.kind = ".nc.L1::no_allocate" if way in ("none", "bypass") else ""
         self.widens = operands.widens
-        self.loader_registers, self.registers = (56, 224) if not self.widens else (56, 200)
-        self.sharers, self.first_key_warp = 2, 2
+        self.loader_registers, self.registers = 56, 224
+        self.sharers, self.first_key_warp = 2, 2  # warps of a ring; the first that copies keys
         if self.widens:
             self.threads += WARPGROUP
+            self.registers = 200
             self.sharers, self.first_key_warp = LOADERS, FIRST_KEY_WARP
 
     def loads(self, warp_index):
@@ -339,10 +336,7 @@ class PagedAttention(AttentionForward):
                 self.load_rows(k, v, *of_keys)
             if const_expr(self.widens):
                 if paged.loader == BY_WIDENING:
-                    if const_expr(self.way == "staged"):
-                        self.load_float8(k, v, *of_keys)
-                    else:
-                        self.load_registers(k, v, *of_keys)
+                    self.load_float8(k, v, *of_keys)
             blocks += last - low
         if (warp_index > 0) & (warp_index < LOADERS):
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
@@ -461,158 +455,81 @@ class PagedAttention(AttentionForward):
             self.announce(barrier, rows)
 
     @cute.jit
-    def float8_ring(self, k, v, head, warp_index):
-        """As ring_of: keys for the last warpgroup, values for the first one. A lane's first row of
-        eight, its chunk of 16 columns, and its first place in a stage: 32 bytes, in shared memory's
-        swizzle. Eight rows of 64 columns leave no bank conflict."""
-        source, row_bytes, memory, full = self.ring_of(v, head)
-        if warp_index >= FIRST_KEY_WARP:
-            source, row_bytes, memory, full = self.ring_of(k, head)
-        quarter, lane = warp_index % LOADERS, cute.arch.lane_idx()
-        row, chunk = lane // 4, lane % 4
-        memory += quarter * (self.tile_n // LOADERS * 2 * PIECE)
-        memory += row * (2 * PIECE) + ((2 * chunk) ^ row) * 16
-        return source + chunk * 16, row_bytes, memory, full, row, chunk
-
-    @cute.jit
     def load_float8(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
-        """A tile's keys or values of float8; `blocks` came before them. Each warp copies its rows
-        of a block, a lane 16 bytes to where the second half of their 32 bytes will be, and widens
-        them."""
-        rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
-        source, row_bytes, memory, full, own_row, chunk = self.float8_ring(k, v, head, warp_index)
-        at_lane = quarter * rows + lane
-        page = self.page_of(paged, table, keys, (last - 1) * self.tile_n + at_lane)
-        for step in cutlass.range(last - low, unroll=1):
-            index, parity = self.stage_of(blocks + step)
-            barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
-            first = (last - 1 - step) * self.tile_n
-            place = self.place_of(paged, page, first + at_lane)
-            seen = keys - first - quarter * rows - own_row
-            self.wait(barrier + self.variant.stages * 8, parity)
-            for i in cutlass.range_constexpr(4):
-                at_row = cute.arch.shuffle_sync(place, i * 8 + own_row)
-                at_row = source + Int64(at_row) * row_bytes
-                for piece in cutlass.range_constexpr(self.d // PIECE):
-                    inside = piece * PIECE + chunk * 16 < paged.columns
-                    visible = seen if inside else Int32(0)
-                    offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
-                    self.copy_or_clear(to ^ 16, offset, at_row, piece * PIECE, i * 8, visible)
-            cute.arch.inline_ptx("cp.async.commit_group;")
-            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
-            if quarter == 0:
-                self.expect(barrier)
-            cute.arch.inline_ptx("cp.async.wait_group 0;")
-            for piece in cutlass.range(self.d // PIECE, unroll=1):
-                self.widen_chunks(to + piece * (self.tile_n * 2 * PIECE))
-            self.announce(barrier, rows)
-
-    @cute.jit
-    def load_registers(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys or values of float8, by the four warps of a ring; `blocks` came before
+        them. A warp widens its rows of a block as soon as their stage is free, then loads those of
+        the next block: they arrive while this one is multiplied."""
         rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
         source, row_bytes, memory, full = self.ring_of(v, head)
         if warp_index >= FIRST_KEY_WARP:
             source, row_bytes, memory, full = self.ring_of(k, head)
-        # Whole rows at once. Eight lanes that store together have four chunks of two rows.
+        # 16 bytes a lane, of whole rows. Eight lanes that store together have four chunks of two
+        # rows, which leaves no bank conflict in the swizzle of 32 bytes a chunk.
+        at_once = 32 * 16 // self.d
         own_row, chunk, piece = lane // 4, lane % 4, 0
         if const_expr(self.d > PIECE):
             own_row, piece = lane // 4 % 2 + lane // 16 * 2, lane // 8 % 2
-        at_once = 32 * 16 // self.d
         column = piece * PIECE + chunk * 16
         source += column
         memory += piece * (self.tile_n * 2 * PIECE) + quarter * (rows * 2 * PIECE)
         memory += own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
-        at_lane = quarter * rows + lane
-        first = (last - 1) * self.tile_n
+        at_lane, first = quarter * rows + lane, (last - 1) * self.tile_n
+        end = keys - quarter * rows - own_row
+        end = end if column < paged.columns else Int32(0)
         page = self.page_of(paged, table, keys, first + at_lane)
         place = self.place_of(paged, page, first + at_lane)
         page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
-        seen = keys - first - quarter * rows - own_row
-        seen = seen if column < paged.columns else Int32(0)
-        loads, half = rows // at_once, rows // at_once // 2
-        words = cute.make_rmem_tensor(4 * loads, Int32)
-        of_chunks = (words, source, row_bytes, at_once, own_row)
-        seen_before = seen
-        self.load_chunks(*of_chunks, place, seen, range(half if self.way == "halves" else loads))
+        words = cute.make_rmem_tensor(4 * (rows // at_once), Int32)
+        self.load_chunks(words, source, row_bytes, place, own_row, end - first)
         for step in cutlass.range(last - low, unroll=1):
             index, parity = self.stage_of(blocks + step)
             barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
-            first -= self.tile_n
-            seen = keys - first - quarter * rows - own_row
-            inside = (column < paged.columns) & (step < last - low - 1)
-            seen = seen if inside else Int32(0)
             self.wait(barrier + self.variant.stages * 8, parity)
             if quarter == 0:
                 self.expect(barrier)
-            if const_expr(self.way == "halves"):
-                # A wait for one load waits for all that have started: so half of the registers
-                # arrive while the other half is widened.
-                self.widen_registers(words, to, at_once, range(1))
-                hold(paged.columns)
-                self.load_chunks(*of_chunks, place, seen_before, range(half, loads))
-                place = self.place_of(paged, page, first + at_lane)
-                hold(paged.columns)
-                self.widen_registers(words, to, at_once, range(1, half))
-                hold(paged.columns)
-                self.widen_registers(words, to, at_once, range(half, half + 1))
-                hold(paged.columns)
-                self.load_chunks(*of_chunks, place, seen, range(half))
-                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
-                seen_before = seen
-                hold(paged.columns)
-                self.widen_registers(words, to, at_once, range(half + 1, loads))
-                self.announce(barrier, rows)
-            else:
-                self.widen_registers(words, to, at_once, range(loads))
-                self.announce(barrier, rows)
-                place = self.place_of(paged, page, first + at_lane)
-                self.load_chunks(*of_chunks, place, seen, range(loads))
-                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+            self.widen_chunks(words, to)
+            self.announce(barrier, rows)
+            first -= self.tile_n
+            seen = end - first if step < last - low - 1 else Int32(0)
+            place = self.place_of(paged, page, first + at_lane)
+            self.load_chunks(words, source, row_bytes, place, own_row, seen)
+            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
 
-    def widen_registers(self, words, to, at_once, chunks):
-        for i in chunks:
-            at = to ^ (i * at_once * 16 & 64)
-            self.widen_words(at, i * at_once * 2 * PIECE, [words[4 * i + n] for n in range(4)])
-
-    def load_chunks(self, words, source, row_bytes, at_once, own_row, place, seen, chunks):
-        for i in chunks:
+    def load_chunks(self, words, source, row_bytes, place, own_row, seen):
+        """Starts loads of a lane's chunks; of rows that are not among the `seen` ones, zeros."""
+        at_once = 32 * 16 // self.d
+        for i in range(cute.size(words) // 4):
             at_row = cute.arch.shuffle_sync(place, i * at_once + own_row)
             at_row = source + Int64(at_row) * row_bytes
-            loaded = self.load_or_clear(at_row, 0, i * at_once, seen)
-            for n in range(4):
-                words[4 * i + n] = loaded[n]
+            for n, word in enumerate(self.load_or_clear(at_row, i * at_once, seen)):
+                words[4 * i + n] = word
 
-    def load_or_clear(self, source, offset, row, seen):
+    def widen_chunks(self, words, to):
+        """Stores a lane's chunks, 16 bits for each number of float8."""
+        at_once = 32 * 16 // self.d
+        for i in range(cute.size(words) // 4):
+            at = to ^ (i * at_once * 16 & 64)  # the swizzle of rows from the fourth on
+            self.widen(at, i * at_once * 2 * PIECE, [words[4 * i + n] for n in range(4)])
+
+    def load_or_clear(self, source, row, seen):
         """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
         return cute.arch.inline_ptx(
             f"{{ .reg .pred seen; setp.gt.s32 seen, {{$r1}}, {row}; "
             + "".join(f"mov.b32 {{$w{n}}}, 0; " for n in range(4))
-            + f"@seen ld.global{self.kind}.v4.b32 "
-            + "{{$w0}, {$w1}, {$w2}, {$w3}}, "
-            + f"[{{$r0}} + {offset}]; }}",
+            + "@seen ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
             write_only_types=[Int32] * 4,
             read_only_args=[source, seen],
         )
 
-    def widen_words(self, to, offset, words):
-        """Stores a chunk's 16 numbers of float8 in 16 bits each."""
-        lines = [".reg .b32 second, w<8>; .reg .b16 low, high; .reg .f32 f<2>;"]
-        lines.append("xor.b32 second, {$r0}, 16;")
-        if self.way == "none":
-            lines += [f"mov.b32 w{n}, {{$r{n // 2 + 1}}};" for n in range(8)]
-        else:
-            lines += self.widening([f"{{$r{n + 1}}}" for n in range(4)])
-        for at_words, four in (("{$r0}", range(4)), ("second", range(4, 8))):
-            stored = ", ".join(f"w{i}" for i in four)
-            lines.append(f"st.shared.v4.b32 [{at_words} + {offset}], {{{stored}}};")
-        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[to, *words])
-
-    def widening(self, words):
-        """Instructions that make w0 to w7 of four words of float8."""
-        lines = []
+    def widen(self, to, offset, words):
+        """A chunk's 16 numbers of float8, stored in 16 bits each."""
+        lines = [
+            ".reg .b32 second, w<8>; .reg .b16 low, high; .reg .f32 f<2>;",
+            "xor.b32 second, {$r0}, 16;",
+        ]
         for i in range(8):
             if i % 2 == 0:
-                lines.append(f"mov.b32 {{low, high}}, {words[i // 2]};")
+                lines.append(f"mov.b32 {{low, high}}, {{$r{i // 2 + 1}}};")
             lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {('low', 'high')[i % 2]};")
         if self.operands.dtype is cutlass.BFloat16:
             for i in range(8):
@@ -621,7 +538,10 @@ class PagedAttention(AttentionForward):
                     "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
                     f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
                 ]
-        return lines
+        for at_words, four in (("{$r0}", range(4)), ("second", range(4, 8))):
+            stored = ", ".join(f"w{i}" for i in four)
+            lines.append(f"st.shared.v4.b32 [{at_words} + {offset}], {{{stored}}};")
+        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[to, *words])
 
     def copy_or_clear(self, to, to_offset, source, offset, row, seen):
         """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
@@ -647,35 +567,6 @@ class PagedAttention(AttentionForward):
             "@!free bra AGAIN; }",
             read_only_args=[barrier, phase],
         )
-
-    def widen_chunks(self, at):
-        """A lane's chunks of several rows, 8 apart: loads first, since the compiler moves none
-        across a store."""
-        chunks = range(_AT_ONCE)
-        lines = [
-            ".reg .b32 second, " + ", ".join(f"c{n}_{i}" for n in chunks for i in range(4)) + ";",
-            ".reg .b32 w<8>; .reg .b16 low, high; .reg .f32 f<2>; xor.b32 second, {$r0}, 16;",
-        ]
-        for n in chunks:
-            words = ", ".join(f"c{n}_{i}" for i in range(4))
-            lines.append(f"ld.shared.v4.b32 {{{words}}}, [second + {n * 16 * PIECE}];")
-        for n in chunks:
-            for i in range(8):
-                pair, half = f"c{n}_{i // 2}", ("low", "high")[i % 2]
-                if i % 2 == 0:
-                    lines.append(f"mov.b32 {{low, high}}, {pair};")
-                lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {half};")
-            if self.operands.dtype is cutlass.BFloat16:
-                for i in range(8):
-                    lines += [
-                        f"mov.b32 {{low, high}}, w{i};",
-                        "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
-                        f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
-                    ]
-            for at_words, words in (("{$r0}", range(4)), ("second", range(4, 8))):
-                stored = ", ".join(f"w{i}" for i in words)
-                lines.append(f"st.shared.v4.b32 [{at_words} + {n * 16 * PIECE}], {{{stored}}};")
-        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[at])
 
     @cute.jit
     def announce(self, barrier, rows):

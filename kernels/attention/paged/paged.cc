@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/common/problem.h"
@@ -318,20 +317,13 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
   const AttentionPagedKernel* found = nullptr;
   int count = 0;
   const AttentionPagedKernel* kernels = attention_paged_kernels(&count);
-  const char* text = std::getenv("PAGED_WAY");
-  const int way = text == nullptr ? 0 : std::atoi(text);
   for (int i = 0; i < count; ++i) {
     const AttentionPagedVariant& variant = kernels[i].variant;
     if (variant.dtype != q.dtype || variant.d < q.shape[2] || variant.capped != capped ||
         (variant.mask == AttentionMask::kCausal) != causal) {
       continue;
     }
-    const int of_kernel = variant.tile_m - 128;
-    if (of_kernel != 0 && of_kernel != way) continue;
-    if (found == nullptr || variant.d < found->variant.d ||
-        (variant.d == found->variant.d && of_kernel == way)) {
-      found = &kernels[i];
-    }
+    if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
   }
   return found;
 }
