@@ -9,10 +9,8 @@ It multiplies as forward/kernel.py does. What differs:
   engine takes 64 columns of the rows of a page, or of a block of keys if that is less. Its map ends
   with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
   small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
-- With D up to 128, lanes of two warpgroups copy: the first has values, the last keys. The last one
-  has nothing to do where the copy engine copies.
-- Rows of float8 caches go through registers of the same lanes. When a block's stage is free they
-  widen it and store 16 bits for each number, then load their rows of the next block.
+- Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
+  of keys and values in turn, so that copies arrive while the block before them is widened.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
@@ -34,7 +32,6 @@ from cutlass.cute.nvgpu import cpasync
 from kernels.attention.common.layouts import (
     PIECE,
     ROWS,
-    WARPGROUP,
     outer_coordinates,
     sequence_coordinates,
     staged_layout,
@@ -52,10 +49,11 @@ _LN2 = 0.6931471805599453
 COPY_ROWS = 8
 
 LOADERS = 4  # warps
-FIRST_KEY_WARP = 12  # of lanes that copy keys, if a second warpgroup copies
 
 # Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
 BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
+
+_AT_ONCE = 4  # chunks of float8 that a lane widens
 
 # Row numbers of no sequence; sums with lengths and windows fit 32 bits.
 _NO_ROW = 1 << 28
@@ -110,16 +108,8 @@ SIZES = Paged._fields[7:]
 class PagedAttention(AttentionForward):
     def __init__(self, name, operands, variant):
         super().__init__(name, operands, variant)
+        self.loader_registers, self.registers = 56, 224  # to widen needs more
         self.widens = operands.widens
-        self.loader_registers, self.registers = 56, 224
-        self.sharers, self.first_key_warp = 2, 2  # warps of a ring; the first that copies keys
-        if self.widens:
-            self.threads += WARPGROUP
-            self.registers = 200
-            self.sharers, self.first_key_warp = LOADERS, FIRST_KEY_WARP
-
-    def loads(self, warp_index):
-        return (warp_index < LOADERS) | (warp_index >= FIRST_KEY_WARP)
 
     # Maps and shared memory.
 
@@ -314,9 +304,7 @@ class PagedAttention(AttentionForward):
         q_write = writer(self.variant.q_stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
-        blocks = Int32(0)
-        if (warp_index >= FIRST_KEY_WARP) & (paged.loader == BY_ENGINE):
-            rounds = Int32(0)
+        blocks, pending = Int32(0), (Int32(0), Int32(0))
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
@@ -336,9 +324,13 @@ class PagedAttention(AttentionForward):
                 self.load_rows(k, v, *of_keys)
             if const_expr(self.widens):
                 if paged.loader == BY_WIDENING:
-                    self.load_float8(k, v, *of_keys)
+                    pending = self.load_float8(k, v, pending, *of_keys)
             blocks += last - low
-        if (warp_index > 0) & (warp_index < LOADERS):
+        if const_expr(self.widens):
+            if pending[0] != 0:
+                cute.arch.inline_ptx("cp.async.wait_group 0;")
+                self.widen(*pending)
+        if warp_index > 0:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
 
     @cute.jit
@@ -415,10 +407,10 @@ class PagedAttention(AttentionForward):
         """A tile's keys and values, 16 bytes a lane; `blocks` came before them. Two warps copy
         values, two keys: both wait for their own copies only. Eight lanes copy 64 columns of a
         row; a warp reads the page table a block ahead."""
-        rows, pieces = self.tile_n // self.sharers, self.d // PIECE  # of this warp; of a row
-        half, lane = warp_index % self.sharers, cute.arch.lane_idx()
+        rows, pieces = self.tile_n // 2, self.d // PIECE  # of this warp; of a row
+        half, lane = warp_index % 2, cute.arch.lane_idx()
         source, row_bytes, memory, full = self.ring_of(v, head)
-        if warp_index >= self.first_key_warp:
+        if warp_index >= 2:
             source, row_bytes, memory, full = self.ring_of(k, head)
         own_row, chunk = lane // 8, lane % 8
         source += chunk * 16
@@ -455,93 +447,65 @@ class PagedAttention(AttentionForward):
             self.announce(barrier, rows)
 
     @cute.jit
-    def load_float8(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
-        """A tile's keys or values of float8, by the four warps of a ring; `blocks` came before
-        them. A warp widens its rows of a block as soon as their stage is free, then loads those of
-        the next block: they arrive while this one is multiplied."""
-        rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
-        source, row_bytes, memory, full = self.ring_of(v, head)
-        if warp_index >= FIRST_KEY_WARP:
-            source, row_bytes, memory, full = self.ring_of(k, head)
-        # 16 bytes a lane, of whole rows. Eight lanes that store together have four chunks of two
-        # rows, which leaves no bank conflict in the swizzle of 32 bytes a chunk.
-        at_once = 32 * 16 // self.d
-        own_row, chunk, piece = lane // 4, lane % 4, 0
-        if const_expr(self.d > PIECE):
-            own_row, piece = lane // 4 % 2 + lane // 16 * 2, lane // 8 % 2
-        column = piece * PIECE + chunk * 16
-        source += column
-        memory += piece * (self.tile_n * 2 * PIECE) + quarter * (rows * 2 * PIECE)
-        memory += own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
-        at_lane, first = quarter * rows + lane, (last - 1) * self.tile_n
-        end = keys - quarter * rows - own_row
-        end = end if column < paged.columns else Int32(0)
-        page = self.page_of(paged, table, keys, first + at_lane)
-        place = self.place_of(paged, page, first + at_lane)
-        page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
-        words = cute.make_rmem_tensor(4 * (rows // at_once), Int32)
-        self.load_chunks(words, source, row_bytes, place, own_row, end - first)
-        for step in cutlass.range(last - low, unroll=1):
-            index, parity = self.stage_of(blocks + step)
-            barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
+    def load_float8(self, k, v, pending, blocks, low, last, paged, table, keys, head, warp_index):
+        """A tile's keys and values of float8; `blocks` came before them. Each warp copies its rows
+        of a block and then widens those of the block of values or keys before it, `pending`: its
+        barrier, 0 if there is none, and this lane's first place. A lane copies 16 bytes to where
+        the second half of their 32 bytes will be."""
+        rows, lane = self.tile_n // LOADERS, cute.arch.lane_idx()
+        k_source, k_row, k_memory, k_full = self.ring_of(k, head)
+        v_source, v_row, v_memory, v_full = self.ring_of(v, head)
+        # Eight rows at once, 64 columns of each: chunks of 32 bytes, in shared memory's swizzle.
+        own_row, chunk = lane // 4, lane % 4
+        own = warp_index * (rows * 2 * PIECE) + own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
+        at_lane = warp_index * rows + lane
+        page = self.page_of(paged, table, keys, (last - 1) * self.tile_n + at_lane)
+        place_before, place = Int32(0), Int32(0)
+        barrier_before, at_before = pending
+        copies = 2 * (last - low)
+        for copy in cutlass.range(copies, unroll=1):
+            # Keys are a block ahead: k0 k1 v0 k2 v1 ... v.
+            block = (copy + 1) // 2
+            of_values = (copy > 0) & (copy % 2 == 0) | (copy == copies - 1)
+            source, row_bytes, memory, full = k_source, k_row, k_memory, k_full
+            if of_values:
+                block -= 1
+                source, row_bytes, memory, full = v_source, v_row, v_memory, v_full
+            first = (last - 1 - block) * self.tile_n
+            if not of_values:
+                place_before = place
+                place = self.place_of(paged, page, first + at_lane)
+            of_copy = place_before if of_values & (copy < copies - 1) else place
+            index, parity = self.stage_of(blocks + block)
+            barrier, to = full + index * 8, memory + own + index * (self.tile_n * self.d * 2)
+            seen = keys - first - warp_index * rows - own_row
             self.wait(barrier + self.variant.stages * 8, parity)
-            if quarter == 0:
+            for i in cutlass.range_constexpr(4):
+                at_row = cute.arch.shuffle_sync(of_copy, i * 8 + own_row)
+                at_row = source + Int64(at_row) * row_bytes + chunk * 16
+                for piece in cutlass.range_constexpr(self.d // PIECE):
+                    inside = piece * PIECE + chunk * 16 < paged.columns
+                    visible = seen if inside else Int32(0)
+                    offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
+                    self.copy_or_clear(to ^ 16, offset, at_row, piece * PIECE, i * 8, visible)
+            cute.arch.inline_ptx("cp.async.commit_group;")
+            # Here and not where it is used: the compiler waits for it at the loop's next branch.
+            if not of_values:
+                page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+            if warp_index == 0:
                 self.expect(barrier)
-            self.widen_chunks(words, to)
-            self.announce(barrier, rows)
-            first -= self.tile_n
-            seen = end - first if step < last - low - 1 else Int32(0)
-            place = self.place_of(paged, page, first + at_lane)
-            self.load_chunks(words, source, row_bytes, place, own_row, seen)
-            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
+            if barrier_before != 0:
+                cute.arch.inline_ptx("cp.async.wait_group 1;")
+                self.widen(barrier_before, at_before)
+            barrier_before, at_before = barrier, to
+        return barrier_before, at_before
 
-    def load_chunks(self, words, source, row_bytes, place, own_row, seen):
-        """Starts loads of a lane's chunks; of rows that are not among the `seen` ones, zeros."""
-        at_once = 32 * 16 // self.d
-        for i in range(cute.size(words) // 4):
-            at_row = cute.arch.shuffle_sync(place, i * at_once + own_row)
-            at_row = source + Int64(at_row) * row_bytes
-            for n, word in enumerate(self.load_or_clear(at_row, i * at_once, seen)):
-                words[4 * i + n] = word
-
-    def widen_chunks(self, words, to):
-        """Stores a lane's chunks, 16 bits for each number of float8."""
-        at_once = 32 * 16 // self.d
-        for i in range(cute.size(words) // 4):
-            at = to ^ (i * at_once * 16 & 64)  # the swizzle of rows from the fourth on
-            self.widen(at, i * at_once * 2 * PIECE, [words[4 * i + n] for n in range(4)])
-
-    def load_or_clear(self, source, row, seen):
-        """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
-        return cute.arch.inline_ptx(
-            f"{{ .reg .pred seen; setp.gt.s32 seen, {{$r1}}, {row}; "
-            + "".join(f"mov.b32 {{$w{n}}}, 0; " for n in range(4))
-            + "@seen ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
-            write_only_types=[Int32] * 4,
-            read_only_args=[source, seen],
-        )
-
-    def widen(self, to, offset, words):
-        """A chunk's 16 numbers of float8, stored in 16 bits each."""
-        lines = [
-            ".reg .b32 second, w<8>; .reg .b16 low, high; .reg .f32 f<2>;",
-            "xor.b32 second, {$r0}, 16;",
-        ]
-        for i in range(8):
-            if i % 2 == 0:
-                lines.append(f"mov.b32 {{low, high}}, {{$r{i // 2 + 1}}};")
-            lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {('low', 'high')[i % 2]};")
-        if self.operands.dtype is cutlass.BFloat16:
-            for i in range(8):
-                lines += [
-                    f"mov.b32 {{low, high}}, w{i};",
-                    "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
-                    f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
-                ]
-        for at_words, four in (("{$r0}", range(4)), ("second", range(4, 8))):
-            stored = ", ".join(f"w{i}" for i in four)
-            lines.append(f"st.shared.v4.b32 [{at_words} + {offset}], {{{stored}}};")
-        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[to, *words])
+    @cute.jit
+    def widen(self, barrier, to):
+        """This warp's rows of a block, which have arrived."""
+        for piece in cutlass.range(self.d // PIECE, unroll=1):
+            self.widen_chunks(to + piece * (self.tile_n * 2 * PIECE))
+        self.announce(barrier, self.tile_n // LOADERS)
 
     def copy_or_clear(self, to, to_offset, source, offset, row, seen):
         """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
@@ -567,6 +531,35 @@ class PagedAttention(AttentionForward):
             "@!free bra AGAIN; }",
             read_only_args=[barrier, phase],
         )
+
+    def widen_chunks(self, at):
+        """A lane's chunks of several rows, 8 apart: loads first, since the compiler moves none
+        across a store."""
+        chunks = range(_AT_ONCE)
+        lines = [
+            ".reg .b32 second, " + ", ".join(f"c{n}_{i}" for n in chunks for i in range(4)) + ";",
+            ".reg .b32 w<8>; .reg .b16 low, high; .reg .f32 f<2>; xor.b32 second, {$r0}, 16;",
+        ]
+        for n in chunks:
+            words = ", ".join(f"c{n}_{i}" for i in range(4))
+            lines.append(f"ld.shared.v4.b32 {{{words}}}, [second + {n * 16 * PIECE}];")
+        for n in chunks:
+            for i in range(8):
+                pair, half = f"c{n}_{i // 2}", ("low", "high")[i % 2]
+                if i % 2 == 0:
+                    lines.append(f"mov.b32 {{low, high}}, {pair};")
+                lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {half};")
+            if self.operands.dtype is cutlass.BFloat16:
+                for i in range(8):
+                    lines += [
+                        f"mov.b32 {{low, high}}, w{i};",
+                        "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
+                        f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
+                    ]
+            for at_words, words in (("{$r0}", range(4)), ("second", range(4, 8))):
+                stored = ", ".join(f"w{i}" for i in words)
+                lines.append(f"st.shared.v4.b32 [{at_words} + {n * 16 * PIECE}], {{{stored}}};")
+        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[at])
 
     @cute.jit
     def announce(self, barrier, rows):
