@@ -30,11 +30,12 @@ _CHECKED = (
 )
 
 
-def function(dtype, tile, mask, capped):
+def function(dtype, tile, mask, capped, float8=False):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
-    kernel = PagedAttention(name, PagedOperands(element, v), v)
+    name += "_float8" if float8 else ""
+    kernel = PagedAttention(name, PagedOperands(element, v), v, float8)
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
     kinds = {"sinks": cutlass.Float32}
@@ -74,10 +75,13 @@ def function(dtype, tile, mask, capped):
         *map(str, (v.d, v.tile_m, v.tile_n)),
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
+        str(float8).lower(),
     )
     arguments = (*pointers, lse, None, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
 
 
 def functions():
-    return [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]
+    both = [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]
+    # Other kernels widen float8, too, but take longer for it.
+    return both + [function(dtype, _TILES[1], "causal", False, True) for dtype in _DTYPES]

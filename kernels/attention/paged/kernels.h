@@ -15,6 +15,7 @@ struct AttentionPagedVariant {
   int tile_n;
   AttentionMask mask;
   bool capped;
+  bool float8;  // takes float8 caches alone; others take them, too
 };
 
 // The kernel's parameters by name: Problem in problem.py and Paged in kernel.py.

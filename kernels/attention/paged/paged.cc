@@ -310,8 +310,9 @@ Status choose_fixed(const PagedAttentionCall& call, int64_t keys, Choice* choice
   return Status();
 }
 
-// kernel.py's kernel for a head dimension, a mask and a cap.
-const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options) {
+// kernel.py's kernel for a head dimension, a mask and a cap; one for float8 alone, if there is one.
+const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options,
+                                        bool float8) {
   const bool capped = options.softcap != 0.0;
   const bool causal = !capped && options.left < 0 && options.right == 0;
   const AttentionPagedKernel* found = nullptr;
@@ -320,10 +321,13 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
   for (int i = 0; i < count; ++i) {
     const AttentionPagedVariant& variant = kernels[i].variant;
     if (variant.dtype != q.dtype || variant.d < q.shape[2] || variant.capped != capped ||
-        (variant.mask == AttentionMask::kCausal) != causal) {
+        (variant.mask == AttentionMask::kCausal) != causal || (variant.float8 && !float8)) {
       continue;
     }
-    if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
+    if (found == nullptr || variant.d < found->variant.d ||
+        (variant.d == found->variant.d && variant.float8)) {
+      found = &kernels[i];
+    }
   }
   return found;
 }
@@ -339,7 +343,7 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
     choice->most = choice->queries;
     return;
   }
-  choice->kernel = find_kernel(q, call.options);
+  choice->kernel = find_kernel(q, call.options, is_float8(*call.k_cache));
   choice->tile_n = choice->kernel->variant.tile_n;
   choice->d = choice->kernel->variant.d;
   choice->copy_rows = std::min<int64_t>(places, choice->tile_n);
