@@ -124,7 +124,9 @@ def test_operands_that_lie_anywhere(frozen):
     y = tiercel.fp8_linear_training(x, weight, bias)
     of_ones = torch.autograd.grad(y, wanted, one.expand(y.shape).contiguous())
     y = tiercel.fp8_linear_training(x, weight, bias)
-    for got, due_one in zip(torch.autograd.grad(y, wanted, one.expand(y.shape)), of_ones, strict=True):
+    for got, due_one in zip(
+        torch.autograd.grad(y, wanted, one.expand(y.shape)), of_ones, strict=True
+    ):
         assert torch.equal(got, due_one)
 
 
