@@ -88,6 +88,12 @@ class LinearAct:
             self.values = stages * stage_words(tile_m)  # scales of the ring's stages
         # Parts of a tile that are multiplied in turn, and the scales of w in a stage.
         self.parts_of_x, self.parts_of_w = 1, 2 if tile_n == 256 else 1
+        # What measurements chose of linear_blocks_cute.py's orders.
+        self.staggers = tile_n == 256
+        self.overlaps = self.blocks and tile_n == 192 and cluster > 1
+        self.products = 1  # sets of sums of one part
+        if self.overlaps:
+            self.parts_of_w = self.products = 3
         self.scales_of_w = 1 if tile_n == 128 else 2
         self.multicasts = cluster  # blocks that load parts of each other's tiles
         # Without an activation the result is its own sums.
@@ -330,7 +336,7 @@ class LinearAct:
                 start.set(warpgroup.Field.ACCUMULATE, False)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 shape = mma.partition_shape_C((self.tile_m, wide))
-                products = cute.make_rmem_tensor(shape, Float32)
+                products = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.products)]
 
             # The output's way: registers, stmatrix, a 64x64 piece in shared memory, TMA store.
             epi_mma = hopper.make_trivial_tiled_mma(
@@ -411,8 +417,9 @@ class LinearAct:
                     acc.fill(0.0)
                     my_row = consumer * EPI + wg_thread // 32 * 16 + lane // 4
                     read = multiply_steps(
-                        *(self, ring, read, k_tiles, (start, mma), (products, products), acc),
-                        *((rx, rw), storage.bias.data_ptr(), my_row, column * self.tile_n),
+                        *(self, ring, read, k_tiles, (start, mma), products, acc),
+                        *((rx, rw), storage.bias.data_ptr()),
+                        (my_row, column * self.tile_n, consumer),
                     )
                 else:
                     release = read.clone()

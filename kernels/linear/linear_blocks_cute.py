@@ -12,8 +12,9 @@ has halves of 64 rows: one is scaled while the other is multiplied.
 The scales of a stage lie beside it in shared memory: tile_m of rows, then those of w. One warp
 copies them. The multiplying warps read them one step ahead.
 
-Tiles of 192 columns, which begin in the middle of 128, have two scales of w for one product each
-step; they serve 65 to 128 rows, whose bytes one wave of such tiles reads, and narrow w.
+Tiles of 192 columns, which begin in the middle of 128, have two scales of w. They serve 65 to 128
+rows, whose bytes one wave of such tiles reads, with one product a step; and narrow w, with three of
+64 columns, each scaled while the next one is computed.
 """
 
 import math
@@ -29,6 +30,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 LOADERS = 32  # threads that copy scales
 _OF_W = 4  # places for w's scales in a stage: up to two, and aligned
+_FIRST = 5  # the barrier of a tile's first products
+_CONSUMERS = 256  # threads
 # Numbers of linear_act.h, chosen at run time, so that one kernel serves all activations.
 _ACTIVATIONS = ((2, "silu"), (3, "gelu"), (4, "gelu_tanh"))
 
@@ -70,40 +73,56 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
 
 
 @cute.jit
-def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row, column):
-    """A tile's steps, at least one; returns the stage behind them. `row`: this lane's first;
-    `column`: the tile's.
+def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, at):
+    """A tile's steps, at least one; returns the stage behind them. `at`: this lane's first row of
+    the tile, the tile's first column, and the warpgroup.
 
     Between two products of a warpgroup there are the first one's scaling and little else: a step
     asks for the next one's data while its last products are computed, and reads the next one's
-    scales while those are scaled."""
+    scales while those are scaled. A kernel that `overlaps` scales a part while it multiplies the
+    next one. Of one that `staggers`, the second warpgroup begins a tile when the first one has its
+    first products, so that one scales while the other multiplies."""
+    row, column, consumer = at
     row, second = fixed(row), SCALE_BLOCK - column % SCALE_BLOCK
     operands = (*operands, second)
     lane = cute.arch.lane_idx()
-    empty = fixed(_empty_barriers(kernel, ring, lane))
+    empty = fixed(empty_barriers(kernel, ring, lane))
     ring.consumer_wait(read)
     read_scales = _read_scales(kernel, scales, read.index, row)
+    if const_expr(kernel.staggers):
+        if consumer == 1:
+            cute.arch.barrier(barrier_id=_FIRST, number_of_threads=_CONSUMERS)
     _start(kernel, mmas, accs, operands, 0, read.index)
     for step in cutlass.range(steps, unroll=1):
         by = _factors(read_scales)
-        if const_expr(kernel.parts_of_w == 2):
+        for part in cutlass.range_constexpr(kernel.parts_of_w - 1):
             warpgroup.wait_group(0)
-            _add(kernel, sums, 0, accs, operands, by)
-            _start(kernel, mmas, accs, operands, 1, read.index)
+            if const_expr(kernel.staggers):
+                cute.arch.inline_ptx(
+                    f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + consumer == 0
+                )
+            if const_expr(kernel.overlaps):
+                _start(kernel, mmas, accs, operands, part + 1, read.index)
+            _add(kernel, sums, part, accs, operands, by)
+            if const_expr(not kernel.overlaps):
+                _start(kernel, mmas, accs, operands, part + 1, read.index)
         done = read.index
         read.advance()
         is_there = ring.consumer_try_wait(read)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
-        _release(kernel, empty + done * 8, lane)
+        release(kernel, empty + done * 8, lane)
         more = step + 1 < steps
         if more:
             ring.consumer_wait(read, is_there)
+            if const_expr(kernel.overlaps):
+                _start(kernel, mmas, accs, operands, 0, read.index)
         # After the last step these are another tile's, or none, and not used.
         read_scales = _read_scales(kernel, scales, read.index, row)
         _add(kernel, sums, kernel.parts_of_w - 1, accs, operands, by)
-        if more:
-            _start(kernel, mmas, accs, operands, 0, read.index)
+        if const_expr(not kernel.overlaps):
+            if more:
+                _start(kernel, mmas, accs, operands, 0, read.index)
     return read
 
 
@@ -133,7 +152,7 @@ def multiply_few_rows(kernel, ring, read, steps, mmas, accs, sums, operands, sca
         _add(kernel, sums, kernel.parts_of_x - 1, accs, operands, now)
 
 
-def _empty_barriers(kernel, ring, lane):
+def empty_barriers(kernel, ring, lane):
     """The address of the first barrier that this lane arrives at: of the lane-th block."""
     address = ring.sync_object_empty.get_barrier(0).toint()
     if kernel.multicasts == 1:
@@ -145,7 +164,7 @@ def _empty_barriers(kernel, ring, lane):
     )
 
 
-def _release(kernel, barrier, lane):
+def release(kernel, barrier, lane):
     """A warp's arrival in each block that loads for this one."""
     space = "cta" if kernel.multicasts == 1 else "cluster"
     cute.arch.inline_ptx(
@@ -160,16 +179,21 @@ def _start(kernel, mmas, accs, operands, part, index):
     """Begins the products of a part of the tile, of one stage."""
     rx, rw, _ = operands
     of_x = kernel.parts_of_x * index + (part if kernel.parts_of_x == 2 else 0)
-    of_w = kernel.parts_of_w * index + (part if kernel.parts_of_w == 2 else 0)
-    start_products(mmas, accs[part], rx, rw, of_x, of_w)
+    of_w = kernel.parts_of_w * index + (part if kernel.parts_of_w > 1 else 0)
+    start_products(mmas, accs[part % len(accs)], rx, rw, of_x, of_w)
 
 
 @cute.jit
 def _add(kernel, sums, part, accs, operands, by):
     """Adds a part's products to its sums, scaled."""
-    acc = accs[part]
+    acc = accs[part % len(accs)]
     first = part * cute.size(acc)
-    if const_expr(kernel.parts_of_w == 2 or kernel.scales_of_w == 1):
+    if const_expr(kernel.overlaps):
+        upper, lower = by[0], by[1]
+        if part * (kernel.tile_n // kernel.parts_of_w) >= operands[2]:
+            upper, lower = by[2], by[3]
+        add_scaled(sums, first, acc, (upper, lower))
+    elif const_expr(kernel.parts_of_w == 2 or kernel.scales_of_w == 1):
         add_scaled(sums, first, acc, by[2 * part : 2 * part + 2])
     else:
         # Columns from the second scale's first one on have that; tiles begin at multiples of a run.

@@ -70,7 +70,7 @@ _FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 _FP8_LARGE = (_LARGE[2], _ALONE)
 _BLOCKS_LARGE = (
     _LARGE[0],
-    _LARGE[1],
+    (128, 192, False, 2, 4, 3),
     (128, 192, False, 1, 5, 1),
     (128, 128, False, 1, 6, 1),
 )

@@ -17,7 +17,7 @@ constexpr char kOp[] = "fp8_linear_weight_grad";
 constexpr int64_t kBand = 2048;  // rows of the gradient that stay in the L2 together
 // Time of a multiply-add in a tile of 128 columns, in that of one of 256: a warpgroup waits for
 // each step's products, and a multiprocessor loads more for each.
-constexpr double kNarrow = 1.25;
+constexpr double kNarrow = 1.3;
 
 struct Choice {
   const LinearWeightKernel* kernel = nullptr;  // null: nothing to launch

@@ -3,16 +3,19 @@
 
 K are the tokens; x is the transposed gradient, w the transposed input. Expected per tile of 128x256
 and step of 128 tokens: the tensor cores take 1024 cycles. The float32 sums take 32768 multiply-adds
-of products and as many products of two scales: 512 issue slots of each of the four schedulers,
-beside the other warpgroup's products. Two blocks of a cluster share w by multicast: 32 KB a step
-come from the L2. The result is written once, 4 bytes an element, and is read before where it is
-added to: [4096, 4096] are 134 MB, 31 us at 4.3 TB/s, of some 110 us for the products of 4096
-tokens.
+of products and as many products of two scales: 512 issue slots of each of the four schedulers, of
+some 780 with all others. Two blocks of a cluster share w by multicast: 32 KB a step come from the
+L2. The result is written once, 4 bytes an element, and is read before where it is added to: [4096,
+4096] are 134 MB, 31 us at 4.3 TB/s, of some 110 us for the products of 4096 tokens.
 
 The plan is that of linear_act_cute.py and linear_blocks_cute.py: one warp loads x and w into a ring
-of stages, another one the scales beside it; two warpgroups have 64 rows of a tile each. A tile of
-256 columns is multiplied in halves, and one half is scaled while the other warpgroup multiplies. A
-product's factor is its row's scale, in a register, times its column's, read from shared memory.
+of stages, another one the scales beside it; two warpgroups multiply. Of a tile of 256 columns each
+has all 128 rows of 128 columns, so that a lane's 32 scales of columns serve two halves of rows from
+registers; of a tile of 128 columns it has 64 rows.
+
+A warpgroup multiplies 64 rows by 64 columns at a time, into one of two sets of sums, and scales
+those of the part before meanwhile: a warp takes some three cycles for each instruction of that
+beside the other warpgroup's products, which is more than the products themselves take.
 
 Sums go from registers to memory: four lanes write 32 bytes of a row. Where they are added to what
 is there, the warp of the scales prefetches that to the L2 during the tile's first steps.
@@ -22,11 +25,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from block_scales_cute import copy_scale, start_products
-from cutlass import BFloat16, Float32, Int32, Int64
+from block_scales_cute import copy_scale, fixed, start_products
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from linear_act_cute import CONSUMERS, tile_position
-from linear_blocks_cute import producer_group
+from linear_blocks_cute import empty_barriers, producer_group, release
 from linear_layouts_cute import (
     EPI,
     OPERAND_MAJORS,
@@ -39,7 +42,7 @@ from linear_layouts_cute import (
     swizzled,
 )
 
-HALF = 128  # columns that are multiplied at a time
+COLUMNS = 128  # of a warpgroup
 LINE = 32  # floats of a line of the L2
 PREFETCHING = 8  # first steps of a tile in which its result's lines are prefetched
 
@@ -54,9 +57,11 @@ class LinearWeight:
         self.tile_m, self.tile_n, self.tile_k = CONSUMERS * EPI, tile_n, ROW
         self.width, self.parts = tile_n, 1  # of w's copies
         self.majors = ("k", "k")
-        self.halves = tile_n // HALF
+        self.halves = tile_n // COLUMNS  # of the rows, one after the other
+        self.pieces = tile_n // EPI  # that a warpgroup multiplies in turn
         self.cluster = cluster
         self.stages = stages
+        self.multicasts = cluster  # blocks that load parts of each other's tiles
         self.blocks = True  # scales beside the stages
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.scales = self.tile_m + tile_n  # of a stage
@@ -90,8 +95,8 @@ class LinearWeight:
             self.dtype,
             *(OPERAND_MAJORS[major] for major in self.majors),
             Float32,
-            (CONSUMERS, 1, 1),
-            (64, HALF),
+            (1, 1, 1),
+            (EPI, EPI),
         )
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return mma
@@ -200,7 +205,7 @@ class LinearWeight:
         k_tiles = cute.ceil_div(k, self.tile_k)
 
         if warpgroup_index == 0:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(24)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             if warp_index == 0:
                 gx = cute.local_tile(coordinates(m, k), (self.tile_m, self.tile_k), (None, None))
@@ -244,41 +249,106 @@ class LinearWeight:
                         *((row, column * self.tile_n), out, result),
                     )
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(240)
             consumer = warpgroup_index - 1
             wg_thread = thread % WARPGROUP
             mma, start = self.tiled_mma(True), self.tiled_mma(False)
-            part = mma.get_slice(consumer * WARPGROUP)
-            rx = mma.make_fragment_A(part.partition_A(sx))
-            halves = swizzled(self.dtype, HALF, self.tile_k, self.stages * self.halves)
-            halves = storage.w.get_tensor(halves.outer, swizzle=halves.inner)
-            rw = mma.make_fragment_B(part.partition_B(halves))
-            products = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, HALF)), Float32)
+            part = mma.get_slice(0)
+            halves = swizzled(self.dtype, EPI, self.tile_k, 2 * self.stages)
+            halves = storage.x.get_tensor(halves.outer, swizzle=halves.inner)
+            rx = mma.make_fragment_A(part.partition_A(halves))
+            pieces = swizzled(self.dtype, EPI, self.tile_k, self.pieces * self.stages)
+            pieces = storage.w.get_tensor(pieces.outer, swizzle=pieces.inner)
+            rw = mma.make_fragment_B(part.partition_B(pieces))
+            shape = mma.partition_shape_C((EPI, EPI))
+            products = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
             sums = cute.make_rmem_tensor(EPI * self.halves, Float32)
-            # This lane's first row and column of the sums.
-            my_row = consumer * EPI + wg_thread // 32 * 16 + thread % 32 // 4
-            my_column = thread % 4 * 2
+            # This lane's first row and column of the tile.
+            my_row, my_column = wg_thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+            if const_expr(self.halves == 2):
+                my_column += consumer * COLUMNS
+            else:
+                my_row += consumer * EPI
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
                 row, column = tile_position(tile, rows, columns, group)
                 row = (row * self.cluster + rank) * self.tile_m + my_row
                 sums.fill(0.0)
-                for _ in cutlass.range(k_tiles, unroll=1):
-                    ring.consumer_wait(read)
-                    of_x = scales + read.index * self.scales + my_row
-                    upper, lower = of_x.load(), (of_x + 8).load()
-                    of_w = scales + read.index * self.scales + self.tile_m + my_column
-                    for half in cutlass.range_constexpr(self.halves):
-                        start_products(
-                            *((start, mma), products, rx, rw),
-                            *(read.index, self.halves * read.index + half),
-                        )
-                        warpgroup.wait_group(0)
-                        add_scaled(sums, half * EPI, products, (upper, lower), of_w + half * HALF)
-                    cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives
-                    ring.consumer_release(read)
-                    read.advance()
-                self.put(sums, out, result, row, column * self.tile_n + my_column, (m, n))
+                read = self.multiply_steps(
+                    *(ring, read, k_tiles, (start, mma), products, sums, (rx, rw)),
+                    *(scales, (my_row, my_column, consumer)),
+                )
+                for half in cutlass.range_constexpr(self.halves):
+                    self.put(
+                        *(sums, half * EPI, out, result),
+                        *(row + half * EPI, column * self.tile_n + my_column, (m, n)),
+                    )
+
+    @cute.jit
+    def multiply_steps(self, ring, read, steps, mmas, products, sums, operands, scales, at):
+        """A tile's steps; returns the stage behind them. `at`: this lane's first row and column of
+        the tile, and the warpgroup. A part is scaled while the next one is multiplied, across steps
+        too."""
+        row, column, consumer = at
+        lane = cute.arch.lane_idx()
+        empty = fixed(empty_barriers(self, ring, lane))
+        of_rows = fixed((scales + row).toint())
+        of_columns = fixed((scales + self.tile_m + column).toint())
+        by_column = cute.make_rmem_tensor((2, COLUMNS // 8), Float32)
+        ring.consumer_wait(read)
+        self.start(mmas, products, operands, 0, read.index, consumer)
+        for step in cutlass.range(steps, unroll=1):
+            by_row = self.read_scales(of_rows, of_columns, by_column, read.index)
+            for part in cutlass.range_constexpr(self.pieces - 1):
+                warpgroup.wait_group(0)
+                self.start(mmas, products, operands, part + 1, read.index, consumer)
+                self.add(sums, products, part, by_row, by_column)
+            done = read.index
+            read.advance()
+            is_there = ring.consumer_try_wait(read)
+            warpgroup.wait_group(0)
+            cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
+            release(self, empty + done * 8, lane)
+            if step + 1 < steps:
+                ring.consumer_wait(read, is_there)
+                self.start(mmas, products, operands, 0, read.index, consumer)
+            self.add(sums, products, self.pieces - 1, by_row, by_column)
+        return read
+
+    def read_scales(self, of_rows, of_columns, by_column, index):
+        """A stage's: of this lane's rows, which it returns, and of its columns."""
+        at = index * (self.scales * 4)
+        for eight in range(COLUMNS // 8):
+            two = at_shared(of_columns + at, 8, 2, eight * 8)
+            by_column[0, eight], by_column[1, eight] = two[0], two[1]
+        return [
+            at_shared(of_rows + at, 4, 1, half * EPI + lower * 8)[0]
+            for half in range(self.halves)
+            for lower in range(2)
+        ]
+
+    def add(self, sums, products, part, by_row, by_column):
+        """Adds a part's products to its sums, times the scales of this lane's upper or lower row
+        and of its column."""
+        half, right = divmod(part, 2)
+        for eight in range(EPI // 8):
+            column = right * (EPI // 8) + eight
+            for v in range(4):
+                by = by_row[2 * half + v // 2] * by_column[v % 2, column]
+                sums[half * EPI + column * 4 + v] += products[part % 2][eight * 4 + v] * by
+
+    @cute.jit
+    def start(self, mmas, products, operands, part, index, consumer):
+        """Begins the products of 64 rows of a stage and 64 columns: of two halves of the rows in
+        turn with this warpgroup's 128 columns, or of its rows with all columns."""
+        rx, rw = operands
+        half, right = consumer, 0
+        if const_expr(self.halves == 2):
+            half, right = part // 2, 2 * consumer
+        start_products(
+            *(mmas, products[part % 2], rx, rw),
+            *(2 * index + half, self.pieces * index + right + part % 2),
+        )
 
     @cute.jit
     def load_scales(self, ring, state, scales, steps, sources, strides, sizes, at, out, result):
@@ -325,54 +395,76 @@ class LinearWeight:
                     )
 
     @cute.jit
-    def put(self, sums, out, result, row, column, sizes):
-        """This lane's sums, two columns at a time: to out, or added to it."""
+    def put(self, sums, first, out, result, row, column, sizes):
+        """This lane's sums of 64 rows, of two of them: to out, or added to it."""
         m, n = sizes
-        for lower in cutlass.range_constexpr(2):
-            my_row = row + 8 * lower
-            if my_row < m:
-                at = Int64(my_row) * n + column
-                for chunk in cutlass.range_constexpr(2 * self.halves):
-                    self.put_chunk(sums, out, result, at, column, n, chunk, lower)
-
-    @cute.jit
-    def put_chunk(self, sums, out, result, at, column, n, chunk, lower):
-        """64 columns of a row."""
-        first = chunk * EPI // 2 + 2 * lower
+        left = [n - column if row + 8 * lower < m else Int32(0) for lower in range(2)]
+        at = [Int64(row + 8 * lower) * n + column for lower in range(2)]
         if result == _BFLOAT16:
-            narrow = cute.recast_ptr(out, dtype=BFloat16)
-            for eight in cutlass.range_constexpr(EPI // 8):
-                to_right = chunk * EPI + eight * 8
-                if column + to_right < n:
-                    to = cute.make_tensor((narrow + at + to_right).align(4), cute.make_layout(2))
-                    to[0] = sums[first + eight * 4].to(BFloat16)
-                    to[1] = sums[first + eight * 4 + 1].to(BFloat16)
+            for lower in cutlass.range_constexpr(2):
+                put_narrow(sums, first + 2 * lower, out.toint() + at[lower] * 2, left[lower])
         else:
-            before = cute.make_rmem_tensor(EPI // 4, Float32)
-            before.fill(0.0)
             if result == _ADD:
-                for eight in cutlass.range_constexpr(EPI // 8):
-                    to_right = chunk * EPI + eight * 8
-                    if column + to_right < n:
-                        source = cute.make_tensor(
-                            (out + at + to_right).align(8), cute.make_layout(2)
-                        )
-                        before[2 * eight], before[2 * eight + 1] = source[0], source[1]
-            for eight in cutlass.range_constexpr(EPI // 8):
-                to_right = chunk * EPI + eight * 8
-                if column + to_right < n:
-                    to = cute.make_tensor((out + at + to_right).align(8), cute.make_layout(2))
-                    to[0] = before[2 * eight] + sums[first + eight * 4]
-                    to[1] = before[2 * eight + 1] + sums[first + eight * 4 + 1]
+                before = cute.make_rmem_tensor(EPI, Float32)
+                before.fill(0.0)
+                for lower in cutlass.range_constexpr(2):
+                    load_row(before, 2 * lower, out.toint() + at[lower] * 4, left[lower])
+                for i in cutlass.range_constexpr(EPI):
+                    sums[first + i] = before[i] + sums[first + i]
+            for lower in cutlass.range_constexpr(2):
+                put_wide(sums, first + 2 * lower, out.toint() + at[lower] * 4, left[lower])
+
+
+def at_shared(address, align, count, offset):
+    """Floats of shared memory, `offset` floats behind an address."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(pointer + offset, cute.make_layout(count)).load()
+
+
+# A lane has two columns in each eight of a row, of which it has four sums: those of its upper and
+# its lower row.
 
 
 @cute.jit
-def add_scaled(sums, first, products, of_rows, of_columns):
-    """Adds products to the sums from `first` on, times the scales of this lane's upper or lower row
-    and of its column: two in each eight from `of_columns` on."""
-    columns = cute.make_tensor(of_columns.align(8), cute.make_layout((2, HALF // 8), stride=(1, 8)))
-    for eight in cutlass.range_constexpr(HALF // 8):
-        two = columns[None, eight].load()
-        for v in cutlass.range_constexpr(4):
-            i = eight * 4 + v
-            sums[first + i] += products[i] * (of_rows[v // 2] * two[v % 2])
+def load_row(values, first, row, left):
+    """Columns that are among the `left`."""
+    pointer = cute.make_ptr(Float32, row, cute.AddressSpace.gmem, assumed_align=8)
+    for eight in cutlass.range_constexpr(COLUMNS // 8):
+        if eight * 8 < left:
+            two = cute.make_tensor(pointer + eight * 8, cute.make_layout(2)).load()
+            values[first + eight * 4], values[first + eight * 4 + 1] = two[0], two[1]
+
+
+@cute.jit
+def put_wide(sums, first, row, left):
+    """float32: four lanes write 32 bytes."""
+    for eight in cutlass.range_constexpr(COLUMNS // 8):
+        i = first + eight * 4
+        store_two("f32", row + eight * 32, sums[i], sums[i + 1], eight * 8 < left)
+
+
+@cute.jit
+def put_narrow(sums, first, row, left):
+    """bfloat16: two lanes exchange pairs of columns, so that each writes four of one eight, and
+    four lanes 32 bytes."""
+    words = cute.make_rmem_tensor((2, COLUMNS // 8), BFloat16)
+    for eight in cutlass.range_constexpr(COLUMNS // 8):
+        for v in cutlass.range_constexpr(2):
+            words[v, eight] = sums[first + eight * 4 + v].to(BFloat16)
+    words = cute.recast_tensor(words, Int32)
+    odd = cute.arch.lane_idx() % 2
+    row += odd * 12  # in the next eight, from its second four bytes to its first
+    left -= odd * 6
+    for eight in cutlass.range_constexpr(0, COLUMNS // 8, 2):
+        here, there = words[eight], words[eight + 1]
+        got = cute.arch.shuffle_sync_bfly(here if odd == 1 else there, 1)
+        two = (got, there) if odd == 1 else (here, got)
+        store_two("b32", row + eight * 16, *two, eight * 8 < left)
+
+
+def store_two(kind, address, first, second, real):
+    cute.arch.inline_ptx(
+        f"st.global.v2.{kind} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
+        read_only_args=[address, first, second],
+        predicate=real,
+    )

@@ -231,6 +231,22 @@ def test_fp8_quantize_transpose(shape, granularity, dtype, gap):
         torch.testing.assert_close(got.float(), one.float(), rtol=0, atol=0, equal_nan=True)
 
 
+def test_fp8_quantize_transpose_of_what_lies_anywhere():
+    """It is copied first, so that the kernel runs."""
+    flat = normal(1 + 40 * 264, dtype=BF16)
+    ref = families["fp8_quantize_transpose"][0].backends["ref"].run
+    for x in (
+        flat[1:].view(40, 264),
+        flat[:10560].view(264, 40).t(),
+        flat[:10560].view(40, 264)[:, 4:20],
+        flat[:264].expand(40, 264),
+        flat[0].expand(40, 264),
+    ):
+        due = ref(x, "1x128", None)
+        for got, one in zip(sm90("fp8_quantize_transpose")(x, "1x128", None), due, strict=True):
+            torch.testing.assert_close(got.float(), one.float(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
 @pytest.mark.parametrize("columns", [128, 264])
 def test_fp8_quantize_to_any_multiple_of_8_bytes(granularity, columns):

@@ -100,6 +100,36 @@ def test_layer(sizes, dtype):
         assert relative(got.grad, one.grad) < 0.05
 
 
+@pytest.mark.parametrize("frozen", ["x", "weight", None])
+def test_operands_that_lie_anywhere(frozen):
+    """Gradients, inputs and weights that begin at any address, or lie the other way round."""
+    given = layer(300, 272, 400)
+    for t, name in zip(given, ("x", "weight", "bias", "grad"), strict=True):
+        t.requires_grad_(name not in (frozen, "grad"))
+    x, weight, bias, grad = given
+    wanted = [t for t in (x, weight, bias) if t.requires_grad]
+    due = torch.autograd.grad(tiercel.fp8_linear_training(x, weight, bias), wanted, grad)
+
+    def moved(t):
+        flat = torch.empty(t.numel() + 1, device="cuda", dtype=t.dtype)[1:]
+        return flat.view(t.shape).copy_(t.detach()).requires_grad_(t.requires_grad)
+
+    x, weight, bias = moved(x), moved(weight), moved(bias)
+    wanted = [t for t in (x, weight, bias) if t.requires_grad]
+    for other in (moved(grad), grad.mT.contiguous().mT):
+        y = tiercel.fp8_linear_training(x, weight, bias)
+        for got, one in zip(torch.autograd.grad(y, wanted, other), due, strict=True):
+            assert torch.equal(got, one)
+    one = torch.ones((), device="cuda", dtype=torch.bfloat16)
+    y = tiercel.fp8_linear_training(x, weight, bias)
+    of_ones = torch.autograd.grad(y, wanted, one.expand(y.shape).contiguous())
+    y = tiercel.fp8_linear_training(x, weight, bias)
+    for got, due_one in zip(
+        torch.autograd.grad(y, wanted, one.expand(y.shape)), of_ones, strict=True
+    ):
+        assert torch.equal(got, due_one)
+
+
 def test_checkpointing_adding_and_graphs():
     x, weight, bias, grad = layer(512, 272, 400)
     tiercel.fp8_linear_training(x, weight, bias).backward(grad)

@@ -157,7 +157,10 @@ def _rows(x: Tensor, backend: str) -> Tensor:
 
 def _product(backend: str, call: Call, x8: Tensor, scale: Tensor) -> Tensor:
     w8, w_scale = fp8_quantize(_rows(call.weight, backend), "128x128", backend=backend)
-    out = fp8_linear(x8, w8, scale, w_scale, call.bias, backend=backend)
+    bias = call.bias
+    if backend == "sm90" and bias is not None and bias.data_ptr() % 16 != 0:
+        bias = bias.clone()
+    out = fp8_linear(x8, w8, scale, w_scale, bias, backend=backend)
     return out.view(*call.x.shape[:-1], call.weight.shape[0])
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,6 +47,16 @@ def _fake(call: Call) -> tuple[Tensor, ...]:
     return tuple(named(result, tiles) for result, tiles in zip(made, of_one, strict=True))
 
 
+def _launch(native: Callable[..., Any], call: Call) -> Any:
+    """Of a copy where rows do not begin at multiples of 16 bytes: a gradient may lie anywhere, and
+    may be one expanded number."""
+    x = call.x
+    fits = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
+    if not fits or x.data_ptr() % 16 != 0:
+        call.x = x.clone(memory_format=torch.contiguous_format)
+    return _OP.launch(native, call)
+
+
 _OP = Op(
     spec.FP8_QUANTIZE_TRANSPOSE,
     sm90=Native(
@@ -52,6 +65,7 @@ _OP = Op(
         ("x", "q", "scale", "q_t", "scale_t", Lookup("granularity", _NUMBER)),
         "a tile of 128x128 in registers, turned through shared memory",
         load=_C.fp8_quantize_transpose_load,
+        launch=_launch,
     ),
     reference=lambda call: ref.fp8_quantize_transpose(call.x, call.granularity),
     method="fp8_quantize's, of x and of its transpose",
@@ -77,8 +91,8 @@ def fp8_quantize_transpose(
 
     Args:
         x: ``[T, K]``, float32, bfloat16 or float16; T and K may be 0. The precompiled kernels take
-            K that is a multiple of 8 and rows at any distance that is a multiple of 16 bytes; ref
-            takes others.
+            K that is a multiple of 8; ref takes others. They read rows at any distance that is a
+            multiple of 16 bytes; what lies otherwise is copied first.
         granularity: ``"1x128"`` for activations and gradients, ``"128x128"`` for weights.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
