@@ -26,9 +26,10 @@ static_assert(1 << kBinBits == kSampleBins);
 // Rows with as few candidates need no histograms.
 inline constexpr int kFew = 256;
 static_assert(kFew <= kSampleThreads);
-// A guess where top-p ends: one in so many of a thread's vectors, and the share it may be off by.
+// A guess where top-p ends: one in so many tokens, and how far the weight of those behind it may be
+// off.
 inline constexpr int kSampled = 16;
-inline constexpr float kMargin = 0.03f;
+inline constexpr float kMargin = 0.125f;
 // In a row with few segments, each segment has the maxima of that many groups of lanes.
 inline constexpr int kGroups = 4;
 inline constexpr int kGroupedSegments = 64;
@@ -114,11 +115,12 @@ struct Shared {
       uint32_t high[kSampleBins];
     };
     Candidate few[kFew];
+    float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
   };
-  float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
   uint64_t of_warps[kWarps];
   uint4 found[kSampleBlocks];  // each block's number of candidates, and the sum of their weights
   uint64_t before, amount;     // of the bin that the target is in, and in it
+  uint64_t arrived[kSampleRounds];  // barriers of the copies
   uint32_t bin, tokens;
   uint32_t candidates;  // of this block
   float bound;
@@ -165,21 +167,50 @@ struct Row {
     return d <= limit && fixed(d) <= bound.fixed && __float_as_uint(d) <= bound.bits;
   }
 
-  // Calls f(d) for the tokens of this block whose d is up to the limit, or for one in kStep.
-  template <int kStep = 1, typename Function>
-  __device__ __forceinline__ void each(Function f) const {
-    // One word at a time: little code, which fits the instruction caches.
-    const auto* words = reinterpret_cast<const uint32_t*>(held);
-    const int count = (last - first) * (kSampleSegment / Format::kPerWord);
-#pragma unroll 1
-    for (int w = threadIdx.x; w < count; w += kSampleThreads * kStep) {
-      float values[Format::kPerWord];
-      Format::unpack(words[w], values);
+  // The distance of a point in fixed point, up to a rounding.
+  __device__ __forceinline__ float of_fixed(uint32_t point) const {
+    return __uint_as_float(__float_as_uint(origin) + point) - origin;
+  }
+  __device__ __forceinline__ float step() const { return origin * (1.0f / (1 << kFixedBits)); }
+
+  // Calls f(d, column) for this lane's part of the segment's tokens with a distance in the range.
+  // The test of a token takes few instructions; what follows is for the hits alone, so that lanes
+  // do not wait for each other's.
+  template <typename Function>
+  __device__ __forceinline__ void each_of(int segment, float from, float to, Function f) const {
+    constexpr int kColumns = kPerVector<Format>;
+    static_assert(kSampleSegment == 32 * 32);
+    const int lane = threadIdx.x % 32;
+    const auto* part = &held[(segment - first) * (kSampleSegment / kColumns)];
+    uint32_t hits = 0;
 #pragma unroll
-      for (float x : values) {
-        const float d = distance(x);
-        if (d <= limit) f(d);
+    for (int i = 0; i < 32 / kColumns; ++i) {
+      uint32_t words[4];
+      float values[kColumns];
+      load_vector(words, &part[i * 32 + lane]);
+      unpack<Format>(words, values);
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) {
+        // Also where both are infinite.
+        const float d = largest - values[k];
+        if (!(d > to) && !(d < from)) hits |= 1u << (i * kColumns + k);
       }
+    }
+#pragma unroll 1
+    for (; hits != 0; hits &= hits - 1) {
+      const int hit = __ffs(hits) - 1;
+      const int inside = (hit / kColumns * 32 + lane) * kColumns + hit % kColumns;
+      const float x = load_element<Format>(reinterpret_cast<const char*>(part) + inside * Format::kBytes);
+      f(distance(x), segment * kSampleSegment + inside);
+    }
+  }
+
+  // Calls f(segment) for this warp's segments that have a token up to the distance.
+  template <typename Function>
+  __device__ __forceinline__ void each_segment(float to, Function f) const {
+#pragma unroll 1
+    for (int segment = first + threadIdx.x / 32; segment < last; segment += kWarps) {
+      if (distance(segments[segment].x) <= to) f(segment);
     }
   }
 

@@ -40,13 +40,14 @@
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
 namespace {
 
 template <typename Format, bool kPenalties>
-constexpr int kBlocksPerSm = kPenalties || Format::kBytes == 4 ? 2 : 3;
+constexpr int kBlocksPerSm = kPenalties ? 2 : 3;
 
 // With kVerify, what is kept of each row is written too, and rows share their sequence's
 // parameters.
@@ -56,11 +57,16 @@ __device__ __forceinline__ void draw(
   using Held = std::conditional_t<kPenalties, Float32, Format>;
   constexpr int kColumns = kPerVector<Format>;  // of a vector
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
-  // With penalties there are no registers for the next segment while one is added up.
-  constexpr bool kAhead = !kPenalties;
   extern __shared__ uint4 memory[];
   __shared__ Shared shared;
   if (args.blocks > 1) cluster_arrive_relaxed();
+  if constexpr (!kPenalties) {
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared.arrived) mbarrier_init(&barrier, 1);
+      mbarrier_init_fence();
+    }
+    __syncthreads();
+  }
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -74,6 +80,25 @@ __device__ __forceinline__ void draw(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = min(static_cast<int>(rank) * args.segments_per_block, args.segments);
   const int last = min(first + args.segments_per_block, args.segments);
+  const char* logits = args.logits + row_place * args.stride;
+  const bool aligned = reinterpret_cast<uintptr_t>(logits) % kVectorBytes == 0;
+  const bool copies = !kPenalties && aligned;
+  const int whole = args.columns / kColumns * kColumns;  // columns that copies bring
+  if (copies && threadIdx.x == 0) {
+    // All at once: as many bytes in flight as the block holds.
+#pragma unroll 1
+    for (int begin = first; begin < last; begin += kWarps) {
+      constexpr int kBytes = kSampleSegment * Format::kBytes;
+      const int end = min(min(begin + kWarps, last) * kBytes, whole * Format::kBytes);
+      const uint32_t bytes = max(end - begin * kBytes, 0);
+      uint64_t* barrier = &shared.arrived[(begin - first) / kWarps];
+      mbarrier_expect(barrier, bytes);
+      if (bytes > 0) {
+        bulk_load(reinterpret_cast<char*>(memory) + (begin - first) * kBytes,
+                  logits + static_cast<int64_t>(begin) * kBytes, bytes, barrier);
+      }
+    }
+  }
   char* tables =
       reinterpret_cast<char*>(memory) + args.segments_per_block * kSampleSegment * Held::kBytes;
   Row<Held> row{args,
@@ -107,29 +132,29 @@ __device__ __forceinline__ void draw(
   changes.load<kPenalties>(args, place);
   const bool changed = kPenalties || args.allowed != nullptr;
 
-  const char* logits = args.logits + row_place * args.stride;
-  const bool aligned = reinterpret_cast<uintptr_t>(logits) % kVectorBytes == 0;
   const auto load = [&](uint32_t (&words)[kVectors][4], int segment) {
     const int begin = segment * kSampleSegment;
     const char* from = logits + static_cast<int64_t>(begin) * Format::kBytes;
-    if (aligned && begin + kSampleSegment <= args.columns) {
+    if (kPenalties && aligned && begin + kSampleSegment <= args.columns) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         load_stream(words[i], from + (i * 32 + lane) * kVectorBytes);
       }
       return;
     }
-    // One by one, by way of the segment's place in shared memory.
+    // One by one what no copy brings, by way of the segment's place in shared memory.
     using Storage = typename Format::Storage;
     char* part =
         reinterpret_cast<char*>(memory) + (segment - first) * kSampleSegment * Held::kBytes;
+    const int copied = copies ? min(whole - begin, kSampleSegment) : 0;
 #pragma unroll 4
-    for (int i = lane; i < kSampleSegment; i += 32) {
+    for (int i = copied + lane; i < kSampleSegment; i += 32) {
       reinterpret_cast<Storage*>(part)[i] = begin + i < args.columns
                                                 ? reinterpret_cast<const Storage*>(from)[i]
                                                 : static_cast<Storage>(Format::to_bits(-kInfinity));
     }
     __syncwarp();
+    if (copies) mbarrier_wait(&shared.arrived[(segment - first) / kWarps], 0);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       load_vector(words[i], part + (i * 32 + lane) * kVectorBytes);
@@ -137,11 +162,11 @@ __device__ __forceinline__ void draw(
     __syncwarp();
   };
 
-  uint32_t words[kVectors][4];
-  if (first + warp < last) load(words, first + warp);
   if (args.blocks > 1) cluster_wait();  // the other blocks run
 #pragma unroll 1
   for (int segment = first + warp; segment < last; segment += kWarps) {
+    uint32_t words[kVectors][4];
+    load(words, segment);
     float most = -kInfinity;
     float values[kVectors][kColumns];
 #pragma unroll
@@ -162,13 +187,12 @@ __device__ __forceinline__ void draw(
           pack<Held>(some, packed);
           store_vector(to + part * kVectorBytes, packed);
         }
-      } else {
+      } else if (kPenalties) {
         store_vector(to, words[i]);
       }
 #pragma unroll
       for (float x : values[i]) most = max_or_nan(most, x);
     }
-    if (kAhead && segment + kWarps < last) load(words, segment + kWarps);
     if (grouped && filters) {
       float group = most;
 #pragma unroll
@@ -201,7 +225,6 @@ __device__ __forceinline__ void draw(
       store_remote(&row.segments[segment], lane, make_float2(most, sum));
       if (args.logprobs != nullptr) store_remote(&row.sums[segment], lane, plain);
     }
-    if (!kAhead && segment + kWarps < last) load(words, segment + kWarps);
   }
   row.meet();
 
@@ -287,27 +310,22 @@ __device__ __forceinline__ void draw(
     for (int pass = by_count ? 0 : 1; pass < (by_mass ? 2 : 1); ++pass) {
       uint64_t target = pass == 0 ? top_k : 0;
       if (pass == 1 && whole > 0) {
-        window = guess(row, top_p);
         target = part_of(top_p, whole);
+        window = guess(row, target, whole);
       }
       bound = select(row, bound, pass == 1, target, top_p, window);
+    }
+    float farthest = fminf(row.limit, __uint_as_float(min(bound.bits, 0x7f800000u)));
+    if (bound.fixed < (1u << kFixedBits) - 1) {
+      farthest = fminf(farthest, row.of_fixed(bound.fixed) + 2.0f * row.step());
     }
 #pragma unroll 1
     for (int segment = first + warp; segment < last; segment += kWarps) {
       uint64_t mass = 0;
-      if (row.distance(row.segments[segment].x) <= row.limit) {
-        constexpr int kWords = kSampleSegment / Held::kPerWord;
-        const auto* held = reinterpret_cast<const uint32_t*>(memory) + (segment - first) * kWords;
-#pragma unroll 2
-        for (int w = lane; w < kWords; w += 32) {
-          float values[Held::kPerWord];
-          Held::unpack(held[w], values);
-#pragma unroll
-          for (float x : values) {
-            const float d = row.distance(x);
-            if (row.within(d, bound)) mass += row.weight(d);
-          }
-        }
+      if (row.distance(row.segments[segment].x) <= farthest) {
+        row.each_of(segment, 0.0f, farthest, [&](float d, int) {
+          if (row.within(d, bound)) mass += row.weight(d);
+        });
         mass = warp_sum(mass);
       }
       if (lane < args.blocks) {

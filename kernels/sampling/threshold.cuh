@@ -15,7 +15,7 @@ namespace tiercel {
 template <typename Format>
 __device__ __forceinline__ bool has_one_value(const Row<Format>& row, uint32_t begin,
                                               uint32_t extent) {
-  const float step = row.origin * (1.0f / (1 << kFixedBits));
+  const float step = row.step();
   const float near = row.largest - begin * step, far = near - (extent + 1) * step;
   const float least = (near > 0.0f) == (far > 0.0f) ? fminf(fabsf(near), fabsf(far)) : 0.0f;
   // Neighbours are at least this part of themselves apart.
@@ -76,26 +76,43 @@ __device__ __forceinline__ void add_to_bin(const Row<Format>& row, uint32_t bin,
   if (old + mass < old) atomicAdd(&row.shared.high[bin], 1);
 }
 
-// Estimates where the tokens with `share` of the weight end, by every 16th token: the first point
-// and the extent, in fixed point, of a window around it.
+// Estimates where the tokens with `target` of the `whole` weight end: the first point and the
+// extent, in fixed point, of a window around it. The weight behind a point is estimated by every
+// 16th token: there are many such tokens, and none of them weighs much.
 template <typename Format>
-__device__ __forceinline__ uint2 guess(const Row<Format>& row, float share) {
+__device__ __forceinline__ uint2 guess(const Row<Format>& row, uint64_t target, uint64_t whole) {
   constexpr int kShift = kFixedBits - kBinBits;
+  constexpr int kWords = kSampleSegment / Format::kPerWord, kParts = kWords / 32;
   clear_bins(row);
-  row.template each<kSampled>(
-      [&](float d) { add_to_bin(row, row.fixed(d) >> kShift, row.weight(d)); });
+  const auto* words = reinterpret_cast<const uint32_t*>(row.held);
+  row.each_segment(row.limit, [&](int segment) {
+#pragma unroll
+    for (int part = 0; part < kParts; part += kSampled) {
+      const int place = (part + segment % kSampled) * 32 + threadIdx.x % 32;
+      float values[Format::kPerWord];
+      Format::unpack(words[(segment - row.first) * kWords + place], values);
+#pragma unroll
+      for (float x : values) {
+        const float d = row.distance(x);
+        if (d <= row.limit) add_to_bin(row, row.fixed(d) >> kShift, row.weight(d));
+      }
+    }
+  });
   row.meet();
   uint32_t tokens[2];
   uint64_t amounts[2], start;
   const uint64_t all = add_bins(row, true, tokens, amounts, &start);
-  const uint64_t from = part_of(share - kMargin, all);
-  const uint64_t to = part_of(fminf(share + kMargin, 0.99999994f), all);
+  const float rest = static_cast<float>(whole - target) * (1.0f / kSampled);
+  const uint64_t most = __float2ull_rn(rest * (1.0f + kMargin));
+  const uint64_t least = __float2ull_rn(rest * (1.0f - kMargin));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint64_t end = start + amounts[i];
-    if (start < from && from <= end) row.shared.bin = 2 * threadIdx.x + i;
-    if (start < to && to <= end) row.shared.tokens = 2 * threadIdx.x + i;
-    start = end;
+    // The bins at which no more than that is behind.
+    const uint64_t behind = all - start, next = behind - amounts[i];
+    const uint32_t bin = 2 * threadIdx.x + i;
+    if ((behind > most || bin == 0) && next <= most) row.shared.bin = bin;
+    if ((behind > least || bin == 0) && next <= least) row.shared.tokens = bin;
+    start += amounts[i];
   }
   row.meet();
   return make_uint2(row.shared.bin << kShift,
@@ -117,7 +134,17 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
   for (bool begins = true;;) {
     clear_bins(row);
     uint64_t own = 0;
-    row.each([&](float d) {
+    const uint32_t end_point = lowest + extent;
+    float from = 0.0f, to = row.limit;
+    if (in_bits) {
+      from = __uint_as_float(lowest), to = __uint_as_float(end_point);
+    } else {
+      if (below == 0 && lowest > 0) from = row.of_fixed(lowest) - 2.0f * row.step();
+      if (end_point < (1u << kFixedBits) - 1) {
+        to = fminf(to, row.of_fixed(end_point) + 2.0f * row.step());
+      }
+    }
+    const auto add = [&](float d, int) {
       const uint32_t point = row.fixed(d), bits = __float_as_uint(d);
       if (point > bound.fixed || bits > bound.bits || (in_bits && point != same)) return;
       if (point < below) {
@@ -129,7 +156,8 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
       const uint32_t bin = place >> shift;
       atomicAdd(&row.shared.counts[bin], 1);
       if (by_mass) add_to_bin(row, bin, row.weight(d));
-    });
+    };
+    row.each_segment(to, [&](int segment) { row.each_of(segment, from, to, add); });
     if (below > 0) row.publish(own);
     row.meet();
     if (below > 0) before = row.published();
@@ -189,8 +217,7 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
       // All of a bin have the same d in fixed point, up to a rounding.
       in_bits = true;
       same = begin;
-      const float about = __uint_as_float(__float_as_uint(row.origin) + begin) - row.origin;
-      const float step = row.origin * (1.0f / (1 << kFixedBits));
+      const float about = row.of_fixed(begin), step = row.step();
       lowest = __float_as_uint(fmaxf(about - step, 0.0f));
       extent = __float_as_uint(about + step) - lowest;
       shift = max(32 - __clz(extent) - kBinBits, 0);
