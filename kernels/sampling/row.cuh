@@ -4,6 +4,7 @@
 #define KERNELS_SAMPLING_ROW_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/sampling/sample_kernels.h"
 #include "kernels/sm90/cluster.cuh"
@@ -129,6 +130,19 @@ struct Shared {
 template <typename Format>
 inline constexpr int kPerVector = kVectorBytes / Format::kBytes;
 
+// All bits of each half of the word are set where a >= b.
+template <typename Format>
+__device__ __forceinline__ uint32_t pairs_at_least(uint32_t a, uint32_t b) {
+  uint32_t mask;
+  if constexpr (std::is_same_v<Format, BFloat16>) {
+    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  } else {
+    static_assert(std::is_same_v<Format, Float16>);
+    asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  }
+  return mask;
+}
+
 template <typename Format>
 struct Row {
   const SampleArgs& args;
@@ -173,35 +187,66 @@ struct Row {
   }
   __device__ __forceinline__ float step() const { return origin * (1.0f / (1 << kFixedBits)); }
 
+  // Bounds of the logits with a distance of at most `to`, and at least `from`: a bit further away.
+  __device__ __forceinline__ float low_of(float to) const {
+    const float x = largest - to;
+    return x - 0x1p-22f * fminf(fabsf(largest) + fabsf(x), 1e38f);
+  }
+  __device__ __forceinline__ float high_of(float from) const {
+    const float x = largest - from;
+    return x + 0x1p-22f * fminf(fabsf(largest) + fabsf(x), 1e38f);
+  }
+
+  // A bit for each of this lane's logits of a segment that may be at least `low` and at most `high`.
+  __device__ __forceinline__ uint32_t hits_of(const uint4* part, float low, float high) const {
+    constexpr int kColumns = kPerVector<Format>;
+    uint32_t hits = 0;
+    uint32_t least = 0, most = 0;
+    if constexpr (Format::kPerWord == 2) {
+      // A number of the format further away, whatever the rounding.
+      const float lows[2] = {low - fminf(fabsf(low), 1e38f) * 0x1p-7f - 0x1p-20f, 0.0f};
+      const float highs[2] = {high + fminf(fabsf(high), 1e38f) * 0x1p-7f + 0x1p-20f, 0.0f};
+      least = (Format::pack(lows) & 0xffffu) * 0x10001u;
+      most = (Format::pack(highs) & 0xffffu) * 0x10001u;
+    }
+    // Registers are scarce.
+#pragma unroll 4
+    for (int i = 0; i < 32 / kColumns; ++i) {
+      uint32_t words[4];
+      load_vector(words, &part[i * 32 + threadIdx.x % 32]);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int bit = i * 4 + k;
+        if constexpr (Format::kPerWord == 2) {
+          hits |= pairs_at_least<Format>(words[k], least) & pairs_at_least<Format>(most, words[k]) &
+                  (0x10001u << bit);
+        } else {
+          const float x = __uint_as_float(words[k]);
+          if (x >= low && x <= high) hits |= 1u << bit;
+        }
+      }
+    }
+    return hits;
+  }
+
   // Calls f(d, column) for this lane's part of the segment's tokens with a distance in the range.
   // The test of a token takes few instructions; what follows is for the hits alone, so that lanes
   // do not wait for each other's.
   template <typename Function>
   __device__ __forceinline__ void each_of(int segment, float from, float to, Function f) const {
-    constexpr int kColumns = kPerVector<Format>;
+    constexpr int kColumns = kPerVector<Format>, kPerWord = Format::kPerWord;
     static_assert(kSampleSegment == 32 * 32);
     const int lane = threadIdx.x % 32;
     const auto* part = &held[(segment - first) * (kSampleSegment / kColumns)];
-    uint32_t hits = 0;
-#pragma unroll
-    for (int i = 0; i < 32 / kColumns; ++i) {
-      uint32_t words[4];
-      float values[kColumns];
-      load_vector(words, &part[i * 32 + lane]);
-      unpack<Format>(words, values);
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        // Also where both are infinite.
-        const float d = largest - values[k];
-        if (!(d > to) && !(d < from)) hits |= 1u << (i * kColumns + k);
-      }
-    }
+    uint32_t hits = hits_of(part, low_of(to), high_of(from));
 #pragma unroll 1
     for (; hits != 0; hits &= hits - 1) {
       const int hit = __ffs(hits) - 1;
-      const int inside = (hit / kColumns * 32 + lane) * kColumns + hit % kColumns;
-      const float x = load_element<Format>(reinterpret_cast<const char*>(part) + inside * Format::kBytes);
-      f(distance(x), segment * kSampleSegment + inside);
+      const int word = hit % (32 / kPerWord), half = hit / (32 / kPerWord);
+      const int inside = (word / 4 * 32 + lane) * kColumns + word % 4 * kPerWord + half;
+      const float d = distance(
+          load_element<Format>(reinterpret_cast<const char*>(part) + inside * Format::kBytes));
+      if (d >= from && d <= to) f(d, segment * kSampleSegment + inside);
     }
   }
 
