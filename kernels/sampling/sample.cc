@@ -2,6 +2,7 @@
 #include "kernels/sampling/sample.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/sampling/sample_kernels.h"
@@ -176,7 +177,9 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   const auto each = [&](int64_t blocks) { return ceil_div(args->segments, blocks); };
   const auto part = [&](int64_t blocks) { return each(blocks) * kSampleSegment * held; };
   int64_t blocks = 1;
-  while (blocks < kSampleBlocks && part(blocks) > kSamplePart) blocks *= 2;
+  static const char* const chosen = std::getenv("TIERCEL_SAMPLE_PART");
+  static const int64_t most = chosen == nullptr ? kSamplePart : std::atoll(chosen) << 10;
+  while (blocks < kSampleBlocks && part(blocks) > most) blocks *= 2;
   // Few rows are spread over more blocks, as long as each warp has a segment.
   while (blocks < kSampleBlocks && 2 * args->rows * blocks <= 3 * kDefaultMultiprocessors &&
          each(2 * blocks) >= kSampleThreads / 32) {
@@ -185,9 +188,9 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   const int64_t smem = part(blocks) + args->segments * tables;
   if (smem > kSampleLargestSmem) {
     const int64_t per_segment = kSampleSegment * held / kSampleBlocks + tables;
-    const int64_t most = (kSampleLargestSmem - kSampleSegment * held) / per_segment;
+    const int64_t longest = (kSampleLargestSmem - kSampleSegment * held) / per_segment;
     return Status::Unimplemented(std::string(op) + ": rows of up to " +
-                                 std::to_string(most * kSampleSegment) +
+                                 std::to_string(longest * kSampleSegment) +
                                  " logits are supported, got " + std::to_string(args->columns));
   }
   if (args->rows * blocks > INT32_MAX) {
