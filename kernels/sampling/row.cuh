@@ -197,7 +197,8 @@ struct Row {
     return x + 0x1p-22f * fminf(fabsf(largest) + fabsf(x), 1e38f);
   }
 
-  // A bit for each of this lane's logits of a segment that may be at least `low` and at most `high`.
+  // A bit for each of this lane's logits of a segment that may be at least `low` and at most
+  // `high`.
   __device__ __forceinline__ uint32_t hits_of(const uint4* part, float low, float high) const {
     constexpr int kColumns = kPerVector<Format>;
     uint32_t hits = 0;

@@ -217,8 +217,7 @@ void decode_testp(Decode& d, Instruction& out) {
   out.run = type == t::f32 ? testp<float> : testp<double>;
 }
 
-const Opcode opcodes[] = {
-    {"set", decode_set}, {"setp", decode_setp}, {"testp", decode_testp}};
+const Opcode opcodes[] = {{"set", decode_set}, {"setp", decode_setp}, {"testp", decode_testp}};
 
 }  // namespace
 }  // namespace tiercel::emulator
