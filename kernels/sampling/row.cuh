@@ -283,21 +283,22 @@ struct Row {
                                __uint_as_float(static_cast<uint32_t>(own >> 32))));
     }
   }
-  // The sum over all blocks, after meet().
+  // A block's sum, and that of all blocks, after meet().
+  __device__ __forceinline__ uint64_t published(uint32_t rank) const {
+    const uint4 found = shared.found[rank];
+    return static_cast<uint64_t>(found.w) << 32 | found.z;
+  }
   __device__ __forceinline__ uint64_t published() const {
     uint64_t all = 0;
 #pragma unroll 1
-    for (uint32_t rank = 0; rank < args.blocks; ++rank) {
-      const uint4 found = shared.found[rank];
-      all += static_cast<uint64_t>(found.w) << 32 | found.z;
-    }
+    for (uint32_t rank = 0; rank < args.blocks; ++rank) all += published(rank);
     return all;
   }
 
-  // The segment whose `amount` makes the running sum exceed `share` of 2^64 of them all, and what
-  // of it remains. For one warp.
-  template <typename Amount>
-  __device__ __forceinline__ int find_segment(uint64_t share, Amount amount,
+  // The segment whose `amount` makes the running sum exceed `target(sum of all)`, and what of the
+  // target remains in it. For one warp.
+  template <typename Target, typename Amount>
+  __device__ __forceinline__ int find_segment(Target target_of, Amount amount,
                                               uint64_t* remains) const {
     const int lane = threadIdx.x % 32;
     const int each = (args.segments + 31) / 32;
@@ -307,7 +308,7 @@ struct Row {
     for (int s = begin; s < end; ++s) own += amount(s);
     uint64_t running = warp_running_sum(own);
     const uint64_t all = __shfl_sync(kFullWarp, running, 31);
-    const uint64_t target = __umul64hi(share, all);
+    const uint64_t target = target_of(all);
     const unsigned beyond = __ballot_sync(kFullWarp, running > target);
     int found = 0;
     uint64_t rest = target - (running - own);

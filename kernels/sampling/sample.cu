@@ -255,6 +255,8 @@ __device__ __forceinline__ void draw(
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
+  uint64_t all = 0, target = 0;  // of filtered rows: the weight that is kept, and where in the block
+  bool has_target = true;
   if (filters && !greedy) {
     if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
@@ -308,43 +310,54 @@ __device__ __forceinline__ void draw(
     // First the one, then the other: the code is there once.
 #pragma unroll 1
     for (int pass = by_count ? 0 : 1; pass < (by_mass ? 2 : 1); ++pass) {
-      uint64_t target = pass == 0 ? top_k : 0;
+      uint64_t amount = pass == 0 ? top_k : 0;
       if (pass == 1 && whole > 0) {
-        target = part_of(top_p, whole);
-        window = guess(row, target, whole);
+        amount = part_of(top_p, whole);
+        window = guess(row, amount, whole);
       }
-      bound = select(row, bound, pass == 1, target, top_p, window);
+      bound = select(row, bound, pass == 1, amount, top_p, window, &mass);
     }
     float farthest = fminf(row.limit, __uint_as_float(min(bound.bits, 0x7f800000u)));
     if (bound.fixed < (1u << kFixedBits) - 1) {
       farthest = fminf(farthest, row.of_fixed(bound.fixed) + 2.0f * row.step());
     }
-#pragma unroll 1
-    for (int segment = first + warp; segment < last; segment += kWarps) {
-      uint64_t mass = 0;
-      if (row.distance(row.segments[segment].x) <= farthest) {
-        row.each_of(segment, 0.0f, farthest, [&](float d, int) {
-          if (row.within(d, bound)) mass += row.weight(d);
-        });
-        mass = warp_sum(mass);
-      }
-      if (lane < args.blocks) {
-        store_remote(reinterpret_cast<float2*>(&row.masses[segment]), lane,
-                     make_float2(__uint_as_float(static_cast<uint32_t>(mass)),
-                                 __uint_as_float(static_cast<uint32_t>(mass >> 32))));
-      }
+    // The kept tokens' weight in a segment, a lane's part.
+    const auto kept_in = [&](int segment) {
+      uint64_t own = 0;
+      row.each_of(segment, 0.0f, farthest, [&](float d, int) {
+        if (row.within(d, bound)) own += row.weight(d);
+      });
+      return own;
+    };
+    if (!by_count && !by_mass) {
+      mass = 0;
+      row.each_segment(farthest, [&](int segment) { mass += kept_in(segment); });
+      row.meet();  // all have read what gather() published
     }
+    row.publish(mass);
     row.meet();
+    all = row.published();
+    target = __umul64hi(random, all);
+#pragma unroll 1
+    for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
+    // Other blocks' targets are beyond their weights, or have wrapped around.
+    has_target = target < row.published(rank);
+    if (has_target) {
+#pragma unroll 1
+      for (int segment = first + warp; segment < last; segment += kWarps) {
+        uint64_t own = 0;
+        if (row.distance(row.segments[segment].x) <= farthest) own = warp_sum(kept_in(segment));
+        if (lane == 0) row.masses[segment] = own;
+      }
+      __syncthreads();
+    }
   }
   if (warp != 0) return;
 
   if constexpr (kVerify) {
-    uint64_t all = 0;
-    if (!greedy) {
+    if (!greedy && !filters) {
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) {
-        all += filters ? row.masses[s] : weight_of(s, kFineUnit);
-      }
+      for (int s = lane; s < args.segments; s += 32) all += weight_of(s, kFineUnit);
       all = warp_sum(all);
     }
     if (rank == 0 && lane == 0) {
@@ -358,6 +371,7 @@ __device__ __forceinline__ void draw(
                               filters ? kUnit : kFineUnit};
     }
   }
+  if (!has_target) return;
   uint64_t remains = 0;
   int segment = args.segments;
   if (greedy) {
@@ -367,8 +381,12 @@ __device__ __forceinline__ void draw(
     }
     segment = __reduce_min_sync(kFullWarp, segment);
   } else {
+    const auto amount = [&](int s) {
+      if (!filters) return weight_of(s, kFineUnit);
+      return row.has(s) ? row.masses[s] : uint64_t{0};
+    };
     segment = row.find_segment(
-        random, [&](int s) { return filters ? row.masses[s] : weight_of(s, kFineUnit); }, &remains);
+        [&](uint64_t sum) { return filters ? target : __umul64hi(random, sum); }, amount, &remains);
   }
   if (!row.has(segment)) return;
   const int column = row.find_column(segment, remains, [&](float x) {
