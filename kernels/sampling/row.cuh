@@ -86,6 +86,19 @@ __device__ __forceinline__ float plain_sum(int segments, float largest, Pair pai
   return lanes_reduce<32>(sum, Sum());
 }
 
+// The warp's sum of weights of a segment, relative to `base`: in one order everywhere.
+template <int kVectors, int kColumns>
+__device__ __forceinline__ float segment_sum(const float (&values)[kVectors][kColumns], float base,
+                                             float scale) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (float x : values[i]) sum += exp2_approx((x - base) * scale);
+  }
+  return lanes_reduce<32>(sum, Sum());
+}
+
 // ceil(share * whole), at least 1; share below 1.
 __device__ __forceinline__ uint64_t part_of(float share, uint64_t whole) {
   const uint64_t fixed = __float2ull_rn(fmaxf(share, 0.0f) * 18446744073709551616.0f);
@@ -176,6 +189,16 @@ struct Row {
   }
   __device__ __forceinline__ uint32_t weight(float d) const {
     return __float2uint_rn(exp2_approx(-d * scale) * kUnit);
+  }
+  // Of rows without filters: a segment's weight in units of 1 / `unit`, and a token's.
+  __device__ __forceinline__ uint64_t segment_weight(int segment, float unit) const {
+    const float2 pair = segments[segment];
+    if (pair.x == -kInfinity) return 0;
+    const float factor = exp2_approx((pair.x - largest) * scale);
+    return __float2ull_rn(pair.y * factor * unit);
+  }
+  __device__ __forceinline__ uint64_t fine_weight(float x) const {
+    return __float2ull_rn(exp2_approx(-distance(x) * scale) * kFineUnit);
   }
   __device__ __forceinline__ bool within(float d, const Bound& bound) const {
     return d <= limit && fixed(d) <= bound.fixed && __float_as_uint(d) <= bound.bits;

@@ -204,23 +204,8 @@ __device__ __forceinline__ void draw(
     }
     most = warp_largest(most);
     const float base = most == -kInfinity ? 0.0f : most;
-    float sum = 0.0f, plain = 0.0f;
-    if (sums) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (float x : values[i]) sum += exp2_approx((x - base) * row.scale);
-      }
-      sum = lanes_reduce<32>(sum, Sum());
-    }
-    if (args.logprobs != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (float x : values[i]) plain += exp2_approx((x - base) * kLog2E);
-      }
-      plain = lanes_reduce<32>(plain, Sum());
-    }
+    const float sum = sums ? segment_sum(values, base, row.scale) : 0.0f;
+    const float plain = args.logprobs != nullptr ? segment_sum(values, base, kLog2E) : 0.0f;
     if (lane < args.blocks) {
       store_remote(&row.segments[segment], lane, make_float2(most, sum));
       if (args.logprobs != nullptr) store_remote(&row.sums[segment], lane, plain);
@@ -245,24 +230,18 @@ __device__ __forceinline__ void draw(
                                  static_cast<uint64_t>(parameter(args.offset, place) + position),
                                  static_cast<uint64_t>(own_seed ? 0 : place));
   filters |= largest == kInfinity;  // only these tokens have weight
-  // A segment's weight in units of 1 / `unit`.
-  const auto weight_of = [&](int s, float unit) {
-    const float2 pair = row.segments[s];
-    if (pair.x == -kInfinity) return uint64_t{0};
-    const float factor = exp2_approx((pair.x - largest) * row.scale);
-    return static_cast<uint64_t>(__float2ull_rn(pair.y * factor * unit));
-  };
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
-  uint64_t all = 0, target = 0;  // of filtered rows: the weight that is kept, and where in the block
+  uint64_t all = 0,
+           target = 0;  // of filtered rows: the weight that is kept, and where in the block
   bool has_target = true;
   if (filters && !greedy) {
     if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
     if (of_all && largest < kInfinity) {
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) whole += weight_of(s, kUnit);
+      for (int s = lane; s < args.segments; s += 32) whole += row.segment_weight(s, kUnit);
       whole = warp_sum(whole);
       // All smaller ones together are less than what top-p leaves out.
       const float least = (1.0f - fmaxf(top_p, 0.0f)) / (2.0f * args.columns);
@@ -357,7 +336,7 @@ __device__ __forceinline__ void draw(
   if constexpr (kVerify) {
     if (!greedy && !filters) {
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) all += weight_of(s, kFineUnit);
+      for (int s = lane; s < args.segments; s += 32) all += row.segment_weight(s, kFineUnit);
       all = warp_sum(all);
     }
     if (rank == 0 && lane == 0) {
@@ -382,7 +361,7 @@ __device__ __forceinline__ void draw(
     segment = __reduce_min_sync(kFullWarp, segment);
   } else {
     const auto amount = [&](int s) {
-      if (!filters) return weight_of(s, kFineUnit);
+      if (!filters) return row.segment_weight(s, kFineUnit);
       return row.has(s) ? row.masses[s] : uint64_t{0};
     };
     segment = row.find_segment(
@@ -393,7 +372,7 @@ __device__ __forceinline__ void draw(
     const float d = row.distance(x);
     if (greedy) return static_cast<uint64_t>(x == largest ? 1 : 0);
     if (filters) return static_cast<uint64_t>(row.within(d, bound) ? row.weight(d) : 0);
-    return static_cast<uint64_t>(__float2ull_rn(exp2_approx(-d * row.scale) * kFineUnit));
+    return row.fine_weight(x);
   });
   row.write_token(column, row.value_at(column) - largest);
 }

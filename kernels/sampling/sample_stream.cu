@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws a token from each row of logits without filters, penalties or mask: greedy, or by
+// temperature alone. The tokens are those of sample.cu, bit for bit.
+//
+// One block per multiprocessor stays for all its rows; a cluster of 1 to 8 blocks shares a row.
+//
+//   1. Each of 16 warps takes segments of 1024 logits, row after row. It has a ring of slots of its
+//      own in shared memory and refills a slot by a bulk copy as soon as its segment is in
+//      registers, so that 192 KB are in flight in a multiprocessor, also where one row ends and
+//      the next begins. A segment's maximum and sum of weights go to the tables of all blocks.
+//   2. One more warp waits until a row's table is complete, finds the segment of the token, reads
+//      it once more, from L2, and finds the token. The others are at the next rows meanwhile.
+#include <cstdint>
+
+#include "kernels/sampling/philox.cuh"
+#include "kernels/sampling/row.cuh"
+#include "kernels/sampling/sample_kernels.h"
+#include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/exponential.cuh"
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
+#include "kernels/sm90/vector.cuh"
+
+namespace tiercel {
+namespace {
+
+template <typename Format>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    sample_stream(const __grid_constant__ SampleArgs args) {
+  constexpr int kColumns = kPerVector<Format>;  // of a vector
+  constexpr int kVectors = kSampleSegment / 32 / kColumns;
+  constexpr int kBytes = kSampleSegment * Format::kBytes;  // of a segment
+  constexpr int kSlots = kStreamRing / (kStreamWarps * kBytes);
+  extern __shared__ uint4 memory[];
+  __shared__ uint64_t arrived[kStreamWarps * kSlots];
+  __shared__ uint64_t complete[2], consumed[2];  // of the tables of two rows
+  __shared__ uint4 staged[kBytes / kVectorBytes];
+  auto* pairs = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kStreamRing);
+  auto* masses = reinterpret_cast<uint64_t*>(pairs + 2 * args.segments);
+  auto* sums = reinterpret_cast<float*>(masses + args.segments);
+
+  if (threadIdx.x == 0) {
+    for (uint64_t& barrier : arrived) mbarrier_init(&barrier, 1);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&complete[i], 1);
+      mbarrier_init(&consumed[i], args.blocks);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (args.blocks > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  const uint32_t rank = args.blocks > 1 ? cluster_rank() : 0;
+  const int64_t first_row = blockIdx.x / args.blocks, step = gridDim.x / args.blocks;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = min(static_cast<int>(rank) * args.segments_per_block, args.segments);
+  const int last = min(first + args.segments_per_block, args.segments);
+  const int whole = args.columns / kColumns * kColumns;  // columns that copies bring
+  const auto scale_of = [](float temperature) {
+    return fminf(fmaxf(kLog2E / temperature, 1e-30f), 1e30f);
+  };
+
+  if (warp < kStreamWarps) {
+    char* ring = reinterpret_cast<char*>(memory) + warp * kSlots * kBytes;
+    int64_t next_row = first_row;
+    int next = first + warp;
+    const auto refill = [&](int slot) {
+      if (next >= last || next_row >= args.rows) return;
+      if (lane == 0) {
+        const int begin = next * kSampleSegment;
+        const uint32_t bytes = min(whole - begin, kSampleSegment) * Format::kBytes;
+        uint64_t* barrier = &arrived[warp * kSlots + slot];
+        mbarrier_expect(barrier, bytes);
+        if (bytes > 0) {
+          bulk_load(
+              ring + slot * kBytes,
+              args.logits + next_row * args.stride + static_cast<int64_t>(begin) * Format::kBytes,
+              bytes, barrier);
+        }
+      }
+      next += kStreamWarps;
+      if (next >= last) next = first + warp, next_row += step;
+    };
+#pragma unroll 1
+    for (int slot = 0; slot < kSlots; ++slot) refill(slot);
+    int slot = 0;
+    uint32_t parity = 0, turn = 0;  // of the slots; rows so far
+#pragma unroll 1
+    for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
+      const float temperature = parameter(args.temperature, place);
+      const bool greedy = !(temperature > 0.0f);
+      const float scale = scale_of(temperature);
+      const int table = turn % 2;
+#pragma unroll 1
+      for (int segment = first + warp; segment < last; segment += kStreamWarps) {
+        uint32_t words[kVectors][4];
+        float values[kVectors][kColumns];
+        mbarrier_wait(&arrived[warp * kSlots + slot], parity);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          load_vector(words[i], ring + slot * kBytes + (i * 32 + lane) * kVectorBytes);
+          unpack<Format>(words[i], values[i]);
+        }
+        __syncwarp();
+        refill(slot);
+        if (++slot == kSlots) slot = 0, parity ^= 1;
+        const int begin = segment * kSampleSegment;
+        if (begin + kSampleSegment > args.columns) {
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+            for (int k = 0; k < kColumns; ++k) {
+              const int column = begin + (i * 32 + lane) * kColumns + k;
+              if (column >= args.columns) {
+                values[i][k] = -kInfinity;
+              } else if (column >= whole) {
+                values[i][k] = load_element<Format>(args.logits + place * args.stride +
+                                                    static_cast<int64_t>(column) * Format::kBytes);
+              }
+            }
+          }
+        }
+        float most = -kInfinity;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+          for (float x : values[i]) most = max_or_nan(most, x);
+        }
+        most = warp_largest(most);
+        const float base = most == -kInfinity ? 0.0f : most;
+        float sum = 0.0f;
+        if (!greedy) sum = segment_sum(values, base, scale);
+        // The table's last row has been read, in all blocks that send to it.
+        if (turn >= 2 && segment == first + warp) {
+          mbarrier_wait_cluster(&consumed[table], (turn / 2 - 1) % 2);
+        }
+        const int entry = table * args.segments + segment;
+        if (lane < args.blocks) {
+          send_remote(&pairs[entry], &complete[table], lane, make_float2(most, sum));
+        }
+        if (args.logprobs != nullptr) {
+          const float plain = segment_sum(values, base, kLog2E);
+          if (lane < args.blocks) send_remote(&sums[entry], &complete[table], lane, plain);
+        }
+      }
+    }
+  } else {
+    uint32_t turn = 0;
+#pragma unroll 1
+    for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
+      const int table = turn % 2;
+      if (lane == 0) {
+        const uint32_t each = args.logprobs == nullptr ? sizeof(float2) : sizeof(float2) + 4;
+        mbarrier_expect(&complete[table], args.segments * each);
+      }
+      const float temperature = parameter(args.temperature, place);
+      const bool greedy = !(temperature > 0.0f);
+      const bool own_seed = args.seed.of_rows != nullptr;
+      const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
+                                     static_cast<uint64_t>(parameter(args.offset, place)),
+                                     static_cast<uint64_t>(own_seed ? 0 : place));
+      mbarrier_wait_cluster(&complete[table], turn / 2 % 2);
+
+      // Of one segment at a time, which is staged.
+      Row<Format> row{args,
+                      place,
+                      0,
+                      0,
+                      staged,
+                      pairs + table * args.segments,
+                      masses,
+                      sums + table * args.segments,
+                      reinterpret_cast<Shared&>(memory[0]),  // is not used
+                      scale_of(temperature),
+                      0.0f,
+                      0.0f,
+                      0.0f};
+      const auto stage = [&](int segment) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const int inside = (i * 32 + lane) * kColumns;
+          const int column = segment * kSampleSegment + inside;
+          const char* from =
+              args.logits + place * args.stride + static_cast<int64_t>(column) * Format::kBytes;
+          uint32_t words[4];
+          if (column + kColumns <= args.columns) {
+            load_stream(words, from);
+          } else {
+            float values[kColumns];
+#pragma unroll
+            for (int k = 0; k < kColumns; ++k) {
+              values[k] = column + k < args.columns
+                              ? load_element<Format>(from + k * Format::kBytes)
+                              : -kInfinity;
+            }
+            pack<Format>(values, words);
+          }
+          store_vector(&staged[i * 32 + lane], words);
+        }
+        __syncwarp();
+        row.first = segment, row.last = segment + 1;
+      };
+      float largest = -kInfinity;
+#pragma unroll 1
+      for (int s = lane; s < args.segments; s += 32) {
+        largest = max_or_nan(largest, row.segments[s].x);
+      }
+      row.largest = largest = warp_largest(largest);
+      const bool infinite = largest == kInfinity && !greedy;
+      if (infinite) {
+        // Only the infinite ones have weight. All blocks count them.
+#pragma unroll 1
+        for (int s = 0; s < args.segments; ++s) {
+          uint64_t count = 0;
+          if (row.segments[s].x == kInfinity) {
+            stage(s);
+#pragma unroll 1
+            for (int i = lane; i < kSampleSegment; i += 32) {
+              count += row.value_at(s * kSampleSegment + i) == kInfinity ? 1 : 0;
+            }
+            count = warp_sum(count);
+          }
+          if (lane == 0) masses[s] = count << 31;
+        }
+        __syncwarp();
+      }
+      if (largest != largest || largest == -kInfinity) {
+        if (rank == 0 && lane == 0) row.write(-1, __int_as_float(0x7fc00000));
+      } else {
+        uint64_t remains = 0;
+        int segment = args.segments;
+        if (greedy) {
+#pragma unroll 1
+          for (int s = lane; s < args.segments; s += 32) {
+            if (row.segments[s].x == largest) segment = min(segment, s);
+          }
+          segment = __reduce_min_sync(kFullWarp, segment);
+        } else {
+          const auto amount = [&](int s) {
+            return infinite ? masses[s] : row.segment_weight(s, kFineUnit);
+          };
+          segment = row.find_segment([&](uint64_t sum) { return __umul64hi(random, sum); }, amount,
+                                     &remains);
+        }
+        if (segment >= first && segment < last) {
+          stage(segment);
+          const int column = row.find_column(segment, remains, [&](float x) {
+            if (greedy || infinite) {
+              return static_cast<uint64_t>(x == largest ? 1 : 0) << (greedy ? 0 : 31);
+            }
+            return row.fine_weight(x);
+          });
+          row.write_token(column, row.value_at(column) - largest);
+        }
+      }
+      __syncwarp();
+      if (lane < args.blocks) mbarrier_arrive_remote(shared_address(&consumed[table]), lane);
+    }
+  }
+  if (args.blocks > 1) {
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+#define TIERCEL_STREAM(type)                          \
+  {DType::k##type, Kernel("sample_stream<" #type ">", \
+                          reinterpret_cast<const void*>(sample_stream<type>), kSampleLargestSmem)}
+
+const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32), TIERCEL_STREAM(BFloat16),
+                                       TIERCEL_STREAM(Float16)};
+
+}  // namespace
+
+const SampleStreamKernel* sample_stream_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel
