@@ -137,7 +137,7 @@ struct Shared {
   uint64_t arrived[kSampleRounds];  // barriers of the copies
   uint32_t bin, tokens;
   uint32_t candidates;  // of this block
-  float bound;
+  uint32_t bound;       // bits of a distance
 };
 
 template <typename Format>

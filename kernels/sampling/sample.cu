@@ -253,22 +253,26 @@ __device__ __forceinline__ void draw(
     const float limit = row.limit;
     if (0 < least && least <= groups) {
       const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
-      // Two threads count for a group where there are enough threads.
+      // Groups with fewer than that many larger ones: the farthest of them is the bound. Two
+      // threads count for a group where there are enough threads.
       const int share = groups <= kSampleThreads / 2 ? 2 : 1;
+      if (threadIdx.x == 0) shared.bound = 0;
+      __syncthreads();
       for (int begin = 0; begin < groups; begin += kSampleThreads / share) {
         const int g = begin + threadIdx.x / share;
         const float own = top(min(g, groups - 1));
         int above = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (int other = threadIdx.x % share; other < groups; other += share) {
-          const float x = top(other);
-          above += x > own || (x == own && other < g) ? 1 : 0;
+          above += top(other) > own ? 1 : 0;
         }
         if (share == 2) above += __shfl_xor_sync(kFullWarp, above, 1);
-        if (g < groups && above == least - 1) shared.bound = row.distance(own);
+        const uint32_t far = above < least ? __float_as_uint(row.distance(own)) : 0;
+        const uint32_t farthest = __reduce_max_sync(kFullWarp, far);
+        if (lane == 0) atomicMax(&shared.bound, farthest);
       }
       __syncthreads();
-      row.limit = fminf(row.limit, shared.bound);
+      row.limit = fminf(row.limit, __uint_as_float(shared.bound));
     }
     uint64_t mass;
     const uint32_t count = gather(row, &mass);
