@@ -47,6 +47,19 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
+// Of both halves.
+template <typename Format>
+__device__ __forceinline__ uint32_t max_pairs_or_nan(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (std::is_same_v<Format, BFloat16>) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    static_assert(std::is_same_v<Format, Float16>);
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
+}
+
 // The warp's largest value: NaN, as max_or_nan makes it, is the largest of the integers too.
 __device__ __forceinline__ float warp_largest(float value) {
   const int bits = __float_as_int(value);

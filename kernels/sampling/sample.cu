@@ -46,8 +46,8 @@
 namespace tiercel {
 namespace {
 
-template <typename Format, bool kPenalties>
-constexpr int kBlocksPerSm = kPenalties ? 2 : 3;
+template <typename Format, bool kPenalties, bool kVerify>
+constexpr int kBlocksPerSm = kPenalties || (kVerify && Format::kBytes == 4) ? 2 : 3;
 
 // With kVerify, what is kept of each row is written too, and rows share their sequence's
 // parameters.
@@ -56,6 +56,7 @@ __device__ __forceinline__ void draw(
     const std::conditional_t<kVerify, VerifyArgs, SampleArgs>& args) {
   using Held = std::conditional_t<kPenalties, Float32, Format>;
   constexpr int kColumns = kPerVector<Format>;  // of a vector
+  constexpr int kPerWord = Format::kPerWord;
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
   extern __shared__ uint4 memory[];
   __shared__ Shared shared;
@@ -190,8 +191,23 @@ __device__ __forceinline__ void draw(
       } else if (kPenalties) {
         store_vector(to, words[i]);
       }
+      if (kPerWord == 1 || changed) {
 #pragma unroll
-      for (float x : values[i]) most = max_or_nan(most, x);
+        for (float x : values[i]) most = max_or_nan(most, x);
+      }
+    }
+    if constexpr (kPerWord == 2) {
+      if (!changed) {
+        uint32_t pairs = words[0][0];
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+          for (uint32_t word : words[i]) pairs = max_pairs_or_nan<Format>(pairs, word);
+        }
+        float two[2];
+        Format::unpack(pairs, two);
+        most = max_or_nan(two[0], two[1]);
+      }
     }
     if (grouped && filters) {
       float group = most;
@@ -225,11 +241,12 @@ __device__ __forceinline__ void draw(
     return;
   }
 
+  filters |= largest == kInfinity;  // only these tokens have weight
+  if (warp != 0 && (greedy || !filters)) return;
   const bool own_seed = args.seed.of_rows != nullptr;
   const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
                                  static_cast<uint64_t>(parameter(args.offset, place) + position),
                                  static_cast<uint64_t>(own_seed ? 0 : place));
-  filters |= largest == kInfinity;  // only these tokens have weight
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
@@ -382,13 +399,13 @@ __device__ __forceinline__ void draw(
 }
 
 template <typename Format, bool kPenalties>
-__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties>))
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties, false>))
     sample(const __grid_constant__ SampleArgs args) {
   draw<Format, kPenalties, false>(args);
 }
 
 template <typename Format>
-__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, false>))
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, false, true>))
     sample_positions(const __grid_constant__ VerifyArgs args) {
   draw<Format, false, true>(args);
 }

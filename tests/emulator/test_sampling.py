@@ -83,7 +83,7 @@ def test_top_p_that_ends_among_the_largest():
 def test_clusters(rows, columns, dtype, blocks):
     logits = problem(rows, columns, dtype, 1)
     tokens = torch.empty(rows, dtype=torch.int32)
-    plan = kernels.sample_plan(*arguments(logits, tokens, None, {"min_p": 0.1}))
+    plan = kernels.sample_plan(*arguments(logits, tokens, None, {}))
     assert plan["blocks_per_row"] == blocks
     for given in FILTERS:
         check(logits, seed=5, offset=2**40 + 7, **given)
