@@ -44,8 +44,6 @@ def _torch(case: Any, inputs: Inputs) -> Launch:
 
 
 def _flashinfer(case: Any, inputs: Inputs) -> Launch:
-    import torch
-
     if case["top"]:
         raise Unsupported("its samplers return tokens alone")
     sampling: Any = importlib.import_module("flashinfer.sampling")
