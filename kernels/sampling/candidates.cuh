@@ -15,32 +15,15 @@ template <typename Format>
 __device__ __forceinline__ uint32_t gather(const Row<Format>& row, uint64_t* mass) {
   if (threadIdx.x == 0) row.shared.candidates = 0;
   __syncthreads();
-  const int vectors = (row.last - row.first) * (kSampleSegment / kPerVector<Format>);
   uint64_t own = 0;
-#pragma unroll 1
-  for (int v = threadIdx.x; v < vectors; v += kSampleThreads) {
-    uint32_t words[4];
-    float values[kPerVector<Format>];
-    load_vector(words, &row.held[v]);
-    unpack<Format>(words, values);
-    float most = values[0];
-#pragma unroll
-    for (float x : values) most = fmaxf(most, x);
-    if (!(row.distance(most) <= row.limit)) continue;
-    if (*const_cast<volatile uint32_t*>(&row.shared.candidates) > kFew) break;
-    uint32_t hits = 0;
-#pragma unroll
-    for (int i = 0; i < kPerVector<Format>; ++i) {
-      hits |= row.distance(values[i]) <= row.limit ? 1u << i : 0;
-    }
-    for (; hits != 0; hits &= hits - 1) {
-      const int column = row.first * kSampleSegment + v * kPerVector<Format> + __ffs(hits) - 1;
-      const float d = row.distance(row.value_at(column));
+  row.each_segment(row.limit, [&](int segment) {
+    if (*const_cast<volatile uint32_t*>(&row.shared.candidates) > kFew) return;
+    row.each_of(segment, 0.0f, row.limit, [&](float d, int column) {
       const uint32_t place = atomicAdd(&row.shared.candidates, 1);
       if (place < kFew) row.shared.few[place] = {d, column};
       own += row.weight(d);
-    }
-  }
+    });
+  });
   row.publish(own);
   row.meet();
   uint32_t all = 0;

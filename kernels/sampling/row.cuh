@@ -4,6 +4,7 @@
 #define KERNELS_SAMPLING_ROW_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/sampling/sample_kernels.h"
 #include "kernels/sm90/cluster.cuh"
@@ -26,9 +27,10 @@ static_assert(1 << kBinBits == kSampleBins);
 // Rows with as few candidates need no histograms.
 inline constexpr int kFew = 256;
 static_assert(kFew <= kSampleThreads);
-// A guess where top-p ends: one in so many of a thread's vectors, and the share it may be off by.
+// A guess where top-p ends: one in so many tokens, and how far the weight of those behind it may be
+// off.
 inline constexpr int kSampled = 16;
-inline constexpr float kMargin = 0.03f;
+inline constexpr float kMargin = 0.125f;
 // In a row with few segments, each segment has the maxima of that many groups of lanes.
 inline constexpr int kGroups = 4;
 inline constexpr int kGroupedSegments = 64;
@@ -42,6 +44,19 @@ __device__ __forceinline__ T parameter(const SampleParameter<T>& parameter, int6
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+// Of both halves.
+template <typename Format>
+__device__ __forceinline__ uint32_t max_pairs_or_nan(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (std::is_same_v<Format, BFloat16>) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    static_assert(std::is_same_v<Format, Float16>);
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
   return larger;
 }
 
@@ -84,6 +99,19 @@ __device__ __forceinline__ float plain_sum(int segments, float largest, Pair pai
   return lanes_reduce<32>(sum, Sum());
 }
 
+// The warp's sum of weights of a segment, relative to `base`: in one order everywhere.
+template <int kVectors, int kColumns>
+__device__ __forceinline__ float segment_sum(const float (&values)[kVectors][kColumns], float base,
+                                             float scale) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (float x : values[i]) sum += exp2_approx((x - base) * scale);
+  }
+  return lanes_reduce<32>(sum, Sum());
+}
+
 // ceil(share * whole), at least 1; share below 1.
 __device__ __forceinline__ uint64_t part_of(float share, uint64_t whole) {
   const uint64_t fixed = __float2ull_rn(fmaxf(share, 0.0f) * 18446744073709551616.0f);
@@ -114,18 +142,32 @@ struct Shared {
       uint32_t high[kSampleBins];
     };
     Candidate few[kFew];
+    float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
   };
-  float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
   uint64_t of_warps[kWarps];
   uint4 found[kSampleBlocks];  // each block's number of candidates, and the sum of their weights
   uint64_t before, amount;     // of the bin that the target is in, and in it
+  uint64_t arrived[kSampleRounds];  // barriers of the copies
   uint32_t bin, tokens;
   uint32_t candidates;  // of this block
-  float bound;
+  uint32_t bound;       // bits of a distance
 };
 
 template <typename Format>
 inline constexpr int kPerVector = kVectorBytes / Format::kBytes;
+
+// All bits of each half of the word are set where a >= b.
+template <typename Format>
+__device__ __forceinline__ uint32_t pairs_at_least(uint32_t a, uint32_t b) {
+  uint32_t mask;
+  if constexpr (std::is_same_v<Format, BFloat16>) {
+    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  } else {
+    static_assert(std::is_same_v<Format, Float16>);
+    asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  }
+  return mask;
+}
 
 template <typename Format>
 struct Row {
@@ -161,25 +203,96 @@ struct Row {
   __device__ __forceinline__ uint32_t weight(float d) const {
     return __float2uint_rn(exp2_approx(-d * scale) * kUnit);
   }
+  // Of rows without filters: a segment's weight in units of 1 / `unit`, and a token's.
+  __device__ __forceinline__ uint64_t segment_weight(int segment, float unit) const {
+    const float2 pair = segments[segment];
+    if (pair.x == -kInfinity) return 0;
+    const float factor = exp2_approx((pair.x - largest) * scale);
+    return __float2ull_rn(pair.y * factor * unit);
+  }
+  __device__ __forceinline__ uint64_t fine_weight(float x) const {
+    return __float2ull_rn(exp2_approx(-distance(x) * scale) * kFineUnit);
+  }
   __device__ __forceinline__ bool within(float d, const Bound& bound) const {
     return d <= limit && fixed(d) <= bound.fixed && __float_as_uint(d) <= bound.bits;
   }
 
-  // Calls f(d) for the tokens of this block whose d is up to the limit, or for one in kStep.
-  template <int kStep = 1, typename Function>
-  __device__ __forceinline__ void each(Function f) const {
-    // One word at a time: little code, which fits the instruction caches.
-    const auto* words = reinterpret_cast<const uint32_t*>(held);
-    const int count = (last - first) * (kSampleSegment / Format::kPerWord);
-#pragma unroll 1
-    for (int w = threadIdx.x; w < count; w += kSampleThreads * kStep) {
-      float values[Format::kPerWord];
-      Format::unpack(words[w], values);
+  // The distance of a point in fixed point, up to a rounding.
+  __device__ __forceinline__ float of_fixed(uint32_t point) const {
+    return __uint_as_float(__float_as_uint(origin) + point) - origin;
+  }
+  __device__ __forceinline__ float step() const { return origin * (1.0f / (1 << kFixedBits)); }
+
+  // Bounds of the logits with a distance of at most `to`, and at least `from`: a bit further away.
+  __device__ __forceinline__ float low_of(float to) const {
+    const float x = largest - to;
+    return x - 0x1p-22f * fminf(fabsf(largest) + fabsf(x), 1e38f);
+  }
+  __device__ __forceinline__ float high_of(float from) const {
+    const float x = largest - from;
+    return x + 0x1p-22f * fminf(fabsf(largest) + fabsf(x), 1e38f);
+  }
+
+  // A bit for each of this lane's logits of a segment that may be at least `low` and at most
+  // `high`.
+  __device__ __forceinline__ uint32_t hits_of(const uint4* part, float low, float high) const {
+    constexpr int kColumns = kPerVector<Format>;
+    uint32_t hits = 0;
+    uint32_t least = 0, most = 0;
+    if constexpr (Format::kPerWord == 2) {
+      // A number of the format further away, whatever the rounding.
+      const float lows[2] = {low - fminf(fabsf(low), 1e38f) * 0x1p-7f - 0x1p-20f, 0.0f};
+      const float highs[2] = {high + fminf(fabsf(high), 1e38f) * 0x1p-7f + 0x1p-20f, 0.0f};
+      least = (Format::pack(lows) & 0xffffu) * 0x10001u;
+      most = (Format::pack(highs) & 0xffffu) * 0x10001u;
+    }
+    // Registers are scarce.
+#pragma unroll 4
+    for (int i = 0; i < 32 / kColumns; ++i) {
+      uint32_t words[4];
+      load_vector(words, &part[i * 32 + threadIdx.x % 32]);
 #pragma unroll
-      for (float x : values) {
-        const float d = distance(x);
-        if (d <= limit) f(d);
+      for (int k = 0; k < 4; ++k) {
+        const int bit = i * 4 + k;
+        if constexpr (Format::kPerWord == 2) {
+          hits |= pairs_at_least<Format>(words[k], least) & pairs_at_least<Format>(most, words[k]) &
+                  (0x10001u << bit);
+        } else {
+          const float x = __uint_as_float(words[k]);
+          if (x >= low && x <= high) hits |= 1u << bit;
+        }
       }
+    }
+    return hits;
+  }
+
+  // Calls f(d, column) for this lane's part of the segment's tokens with a distance in the range.
+  // The test of a token takes few instructions; what follows is for the hits alone, so that lanes
+  // do not wait for each other's.
+  template <typename Function>
+  __device__ __forceinline__ void each_of(int segment, float from, float to, Function f) const {
+    constexpr int kColumns = kPerVector<Format>, kPerWord = Format::kPerWord;
+    static_assert(kSampleSegment == 32 * 32);
+    const int lane = threadIdx.x % 32;
+    const auto* part = &held[(segment - first) * (kSampleSegment / kColumns)];
+    uint32_t hits = hits_of(part, low_of(to), high_of(from));
+#pragma unroll 1
+    for (; hits != 0; hits &= hits - 1) {
+      const int hit = __ffs(hits) - 1;
+      const int word = hit % (32 / kPerWord), half = hit / (32 / kPerWord);
+      const int inside = (word / 4 * 32 + lane) * kColumns + word % 4 * kPerWord + half;
+      const float d = distance(
+          load_element<Format>(reinterpret_cast<const char*>(part) + inside * Format::kBytes));
+      if (d >= from && d <= to) f(d, segment * kSampleSegment + inside);
+    }
+  }
+
+  // Calls f(segment) for this warp's segments that have a token up to the distance.
+  template <typename Function>
+  __device__ __forceinline__ void each_segment(float to, Function f) const {
+#pragma unroll 1
+    for (int segment = first + threadIdx.x / 32; segment < last; segment += kWarps) {
+      if (distance(segments[segment].x) <= to) f(segment);
     }
   }
 
@@ -206,21 +319,22 @@ struct Row {
                                __uint_as_float(static_cast<uint32_t>(own >> 32))));
     }
   }
-  // The sum over all blocks, after meet().
+  // A block's sum, and that of all blocks, after meet().
+  __device__ __forceinline__ uint64_t published(uint32_t rank) const {
+    const uint4 found = shared.found[rank];
+    return static_cast<uint64_t>(found.w) << 32 | found.z;
+  }
   __device__ __forceinline__ uint64_t published() const {
     uint64_t all = 0;
 #pragma unroll 1
-    for (uint32_t rank = 0; rank < args.blocks; ++rank) {
-      const uint4 found = shared.found[rank];
-      all += static_cast<uint64_t>(found.w) << 32 | found.z;
-    }
+    for (uint32_t rank = 0; rank < args.blocks; ++rank) all += published(rank);
     return all;
   }
 
-  // The segment whose `amount` makes the running sum exceed `share` of 2^64 of them all, and what
-  // of it remains. For one warp.
-  template <typename Amount>
-  __device__ __forceinline__ int find_segment(uint64_t share, Amount amount,
+  // The segment whose `amount` makes the running sum exceed `target(sum of all)`, and what of the
+  // target remains in it. For one warp.
+  template <typename Target, typename Amount>
+  __device__ __forceinline__ int find_segment(Target target_of, Amount amount,
                                               uint64_t* remains) const {
     const int lane = threadIdx.x % 32;
     const int each = (args.segments + 31) / 32;
@@ -230,7 +344,7 @@ struct Row {
     for (int s = begin; s < end; ++s) own += amount(s);
     uint64_t running = warp_running_sum(own);
     const uint64_t all = __shfl_sync(kFullWarp, running, 31);
-    const uint64_t target = __umul64hi(share, all);
+    const uint64_t target = target_of(all);
     const unsigned beyond = __ballot_sync(kFullWarp, running > target);
     int found = 0;
     uint64_t rest = target - (running - own);

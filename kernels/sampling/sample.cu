@@ -40,13 +40,14 @@
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
 namespace {
 
-template <typename Format, bool kPenalties>
-constexpr int kBlocksPerSm = kPenalties || Format::kBytes == 4 ? 2 : 3;
+template <typename Format, bool kPenalties, bool kVerify>
+constexpr int kBlocksPerSm = kPenalties || (kVerify && Format::kBytes == 4) ? 2 : 3;
 
 // With kVerify, what is kept of each row is written too, and rows share their sequence's
 // parameters.
@@ -55,12 +56,18 @@ __device__ __forceinline__ void draw(
     const std::conditional_t<kVerify, VerifyArgs, SampleArgs>& args) {
   using Held = std::conditional_t<kPenalties, Float32, Format>;
   constexpr int kColumns = kPerVector<Format>;  // of a vector
+  constexpr int kPerWord = Format::kPerWord;
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
-  // With penalties there are no registers for the next segment while one is added up.
-  constexpr bool kAhead = !kPenalties;
   extern __shared__ uint4 memory[];
   __shared__ Shared shared;
   if (args.blocks > 1) cluster_arrive_relaxed();
+  if constexpr (!kPenalties) {
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared.arrived) mbarrier_init(&barrier, 1);
+      mbarrier_init_fence();
+    }
+    __syncthreads();
+  }
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -74,6 +81,25 @@ __device__ __forceinline__ void draw(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = min(static_cast<int>(rank) * args.segments_per_block, args.segments);
   const int last = min(first + args.segments_per_block, args.segments);
+  const char* logits = args.logits + row_place * args.stride;
+  const bool aligned = reinterpret_cast<uintptr_t>(logits) % kVectorBytes == 0;
+  const bool copies = !kPenalties && aligned;
+  const int whole = args.columns / kColumns * kColumns;  // columns that copies bring
+  if (copies && threadIdx.x == 0) {
+    // All at once: as many bytes in flight as the block holds.
+#pragma unroll 1
+    for (int begin = first; begin < last; begin += kWarps) {
+      constexpr int kBytes = kSampleSegment * Format::kBytes;
+      const int end = min(min(begin + kWarps, last) * kBytes, whole * Format::kBytes);
+      const uint32_t bytes = max(end - begin * kBytes, 0);
+      uint64_t* barrier = &shared.arrived[(begin - first) / kWarps];
+      mbarrier_expect(barrier, bytes);
+      if (bytes > 0) {
+        bulk_load(reinterpret_cast<char*>(memory) + (begin - first) * kBytes,
+                  logits + static_cast<int64_t>(begin) * kBytes, bytes, barrier);
+      }
+    }
+  }
   char* tables =
       reinterpret_cast<char*>(memory) + args.segments_per_block * kSampleSegment * Held::kBytes;
   Row<Held> row{args,
@@ -107,29 +133,29 @@ __device__ __forceinline__ void draw(
   changes.load<kPenalties>(args, place);
   const bool changed = kPenalties || args.allowed != nullptr;
 
-  const char* logits = args.logits + row_place * args.stride;
-  const bool aligned = reinterpret_cast<uintptr_t>(logits) % kVectorBytes == 0;
   const auto load = [&](uint32_t (&words)[kVectors][4], int segment) {
     const int begin = segment * kSampleSegment;
     const char* from = logits + static_cast<int64_t>(begin) * Format::kBytes;
-    if (aligned && begin + kSampleSegment <= args.columns) {
+    if (kPenalties && aligned && begin + kSampleSegment <= args.columns) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         load_stream(words[i], from + (i * 32 + lane) * kVectorBytes);
       }
       return;
     }
-    // One by one, by way of the segment's place in shared memory.
+    // One by one what no copy brings, by way of the segment's place in shared memory.
     using Storage = typename Format::Storage;
     char* part =
         reinterpret_cast<char*>(memory) + (segment - first) * kSampleSegment * Held::kBytes;
+    const int copied = copies ? min(whole - begin, kSampleSegment) : 0;
 #pragma unroll 4
-    for (int i = lane; i < kSampleSegment; i += 32) {
+    for (int i = copied + lane; i < kSampleSegment; i += 32) {
       reinterpret_cast<Storage*>(part)[i] = begin + i < args.columns
                                                 ? reinterpret_cast<const Storage*>(from)[i]
                                                 : static_cast<Storage>(Format::to_bits(-kInfinity));
     }
     __syncwarp();
+    if (copies) mbarrier_wait(&shared.arrived[(segment - first) / kWarps], 0);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       load_vector(words[i], part + (i * 32 + lane) * kVectorBytes);
@@ -137,11 +163,11 @@ __device__ __forceinline__ void draw(
     __syncwarp();
   };
 
-  uint32_t words[kVectors][4];
-  if (first + warp < last) load(words, first + warp);
   if (args.blocks > 1) cluster_wait();  // the other blocks run
 #pragma unroll 1
   for (int segment = first + warp; segment < last; segment += kWarps) {
+    uint32_t words[kVectors][4];
+    load(words, segment);
     float most = -kInfinity;
     float values[kVectors][kColumns];
 #pragma unroll
@@ -162,13 +188,27 @@ __device__ __forceinline__ void draw(
           pack<Held>(some, packed);
           store_vector(to + part * kVectorBytes, packed);
         }
-      } else {
+      } else if (kPenalties) {
         store_vector(to, words[i]);
       }
+      if (kPerWord == 1 || changed) {
 #pragma unroll
-      for (float x : values[i]) most = max_or_nan(most, x);
+        for (float x : values[i]) most = max_or_nan(most, x);
+      }
     }
-    if (kAhead && segment + kWarps < last) load(words, segment + kWarps);
+    if constexpr (kPerWord == 2) {
+      if (!changed) {
+        uint32_t pairs = words[0][0];
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+          for (uint32_t word : words[i]) pairs = max_pairs_or_nan<Format>(pairs, word);
+        }
+        float two[2];
+        Format::unpack(pairs, two);
+        most = max_or_nan(two[0], two[1]);
+      }
+    }
     if (grouped && filters) {
       float group = most;
 #pragma unroll
@@ -180,28 +220,12 @@ __device__ __forceinline__ void draw(
     }
     most = warp_largest(most);
     const float base = most == -kInfinity ? 0.0f : most;
-    float sum = 0.0f, plain = 0.0f;
-    if (sums) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (float x : values[i]) sum += exp2_approx((x - base) * row.scale);
-      }
-      sum = lanes_reduce<32>(sum, Sum());
-    }
-    if (args.logprobs != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (float x : values[i]) plain += exp2_approx((x - base) * kLog2E);
-      }
-      plain = lanes_reduce<32>(plain, Sum());
-    }
+    const float sum = sums ? segment_sum(values, base, row.scale) : 0.0f;
+    const float plain = args.logprobs != nullptr ? segment_sum(values, base, kLog2E) : 0.0f;
     if (lane < args.blocks) {
       store_remote(&row.segments[segment], lane, make_float2(most, sum));
       if (args.logprobs != nullptr) store_remote(&row.sums[segment], lane, plain);
     }
-    if (!kAhead && segment + kWarps < last) load(words, segment + kWarps);
   }
   row.meet();
 
@@ -217,27 +241,24 @@ __device__ __forceinline__ void draw(
     return;
   }
 
+  filters |= largest == kInfinity;  // only these tokens have weight
+  if (warp != 0 && (greedy || !filters)) return;
   const bool own_seed = args.seed.of_rows != nullptr;
   const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
                                  static_cast<uint64_t>(parameter(args.offset, place) + position),
                                  static_cast<uint64_t>(own_seed ? 0 : place));
-  filters |= largest == kInfinity;  // only these tokens have weight
-  // A segment's weight in units of 1 / `unit`.
-  const auto weight_of = [&](int s, float unit) {
-    const float2 pair = row.segments[s];
-    if (pair.x == -kInfinity) return uint64_t{0};
-    const float factor = exp2_approx((pair.x - largest) * row.scale);
-    return static_cast<uint64_t>(__float2ull_rn(pair.y * factor * unit));
-  };
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
+  uint64_t all = 0,
+           target = 0;  // of filtered rows: the weight that is kept, and where in the block
+  bool has_target = true;
   if (filters && !greedy) {
     if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
     if (of_all && largest < kInfinity) {
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) whole += weight_of(s, kUnit);
+      for (int s = lane; s < args.segments; s += 32) whole += row.segment_weight(s, kUnit);
       whole = warp_sum(whole);
       // All smaller ones together are less than what top-p leaves out.
       const float least = (1.0f - fmaxf(top_p, 0.0f)) / (2.0f * args.columns);
@@ -249,22 +270,26 @@ __device__ __forceinline__ void draw(
     const float limit = row.limit;
     if (0 < least && least <= groups) {
       const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
-      // Two threads count for a group where there are enough threads.
+      // Groups with fewer than that many larger ones: the farthest of them is the bound. Two
+      // threads count for a group where there are enough threads.
       const int share = groups <= kSampleThreads / 2 ? 2 : 1;
+      if (threadIdx.x == 0) shared.bound = 0;
+      __syncthreads();
       for (int begin = 0; begin < groups; begin += kSampleThreads / share) {
         const int g = begin + threadIdx.x / share;
         const float own = top(min(g, groups - 1));
         int above = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (int other = threadIdx.x % share; other < groups; other += share) {
-          const float x = top(other);
-          above += x > own || (x == own && other < g) ? 1 : 0;
+          above += top(other) > own ? 1 : 0;
         }
         if (share == 2) above += __shfl_xor_sync(kFullWarp, above, 1);
-        if (g < groups && above == least - 1) shared.bound = row.distance(own);
+        const uint32_t far = above < least ? __float_as_uint(row.distance(own)) : 0;
+        const uint32_t farthest = __reduce_max_sync(kFullWarp, far);
+        if (lane == 0) atomicMax(&shared.bound, farthest);
       }
       __syncthreads();
-      row.limit = fminf(row.limit, shared.bound);
+      row.limit = fminf(row.limit, __uint_as_float(shared.bound));
     }
     uint64_t mass;
     const uint32_t count = gather(row, &mass);
@@ -285,48 +310,54 @@ __device__ __forceinline__ void draw(
     // First the one, then the other: the code is there once.
 #pragma unroll 1
     for (int pass = by_count ? 0 : 1; pass < (by_mass ? 2 : 1); ++pass) {
-      uint64_t target = pass == 0 ? top_k : 0;
+      uint64_t amount = pass == 0 ? top_k : 0;
       if (pass == 1 && whole > 0) {
-        window = guess(row, top_p);
-        target = part_of(top_p, whole);
+        amount = part_of(top_p, whole);
+        window = guess(row, amount, whole);
       }
-      bound = select(row, bound, pass == 1, target, top_p, window);
+      bound = select(row, bound, pass == 1, amount, top_p, window, &mass);
     }
-#pragma unroll 1
-    for (int segment = first + warp; segment < last; segment += kWarps) {
-      uint64_t mass = 0;
-      if (row.distance(row.segments[segment].x) <= row.limit) {
-        constexpr int kWords = kSampleSegment / Held::kPerWord;
-        const auto* held = reinterpret_cast<const uint32_t*>(memory) + (segment - first) * kWords;
-#pragma unroll 2
-        for (int w = lane; w < kWords; w += 32) {
-          float values[Held::kPerWord];
-          Held::unpack(held[w], values);
-#pragma unroll
-          for (float x : values) {
-            const float d = row.distance(x);
-            if (row.within(d, bound)) mass += row.weight(d);
-          }
-        }
-        mass = warp_sum(mass);
-      }
-      if (lane < args.blocks) {
-        store_remote(reinterpret_cast<float2*>(&row.masses[segment]), lane,
-                     make_float2(__uint_as_float(static_cast<uint32_t>(mass)),
-                                 __uint_as_float(static_cast<uint32_t>(mass >> 32))));
-      }
+    float farthest = fminf(row.limit, __uint_as_float(min(bound.bits, 0x7f800000u)));
+    if (bound.fixed < (1u << kFixedBits) - 1) {
+      farthest = fminf(farthest, row.of_fixed(bound.fixed) + 2.0f * row.step());
     }
+    // The kept tokens' weight in a segment, a lane's part.
+    const auto kept_in = [&](int segment) {
+      uint64_t own = 0;
+      row.each_of(segment, 0.0f, farthest, [&](float d, int) {
+        if (row.within(d, bound)) own += row.weight(d);
+      });
+      return own;
+    };
+    if (!by_count && !by_mass) {
+      mass = 0;
+      row.each_segment(farthest, [&](int segment) { mass += kept_in(segment); });
+      row.meet();  // all have read what gather() published
+    }
+    row.publish(mass);
     row.meet();
+    all = row.published();
+    target = __umul64hi(random, all);
+#pragma unroll 1
+    for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
+    // Other blocks' targets are beyond their weights, or have wrapped around.
+    has_target = target < row.published(rank);
+    if (has_target) {
+#pragma unroll 1
+      for (int segment = first + warp; segment < last; segment += kWarps) {
+        uint64_t own = 0;
+        if (row.distance(row.segments[segment].x) <= farthest) own = warp_sum(kept_in(segment));
+        if (lane == 0) row.masses[segment] = own;
+      }
+      __syncthreads();
+    }
   }
   if (warp != 0) return;
 
   if constexpr (kVerify) {
-    uint64_t all = 0;
-    if (!greedy) {
+    if (!greedy && !filters) {
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) {
-        all += filters ? row.masses[s] : weight_of(s, kFineUnit);
-      }
+      for (int s = lane; s < args.segments; s += 32) all += row.segment_weight(s, kFineUnit);
       all = warp_sum(all);
     }
     if (rank == 0 && lane == 0) {
@@ -340,6 +371,7 @@ __device__ __forceinline__ void draw(
                               filters ? kUnit : kFineUnit};
     }
   }
+  if (!has_target) return;
   uint64_t remains = 0;
   int segment = args.segments;
   if (greedy) {
@@ -349,27 +381,31 @@ __device__ __forceinline__ void draw(
     }
     segment = __reduce_min_sync(kFullWarp, segment);
   } else {
+    const auto amount = [&](int s) {
+      if (!filters) return row.segment_weight(s, kFineUnit);
+      return row.has(s) ? row.masses[s] : uint64_t{0};
+    };
     segment = row.find_segment(
-        random, [&](int s) { return filters ? row.masses[s] : weight_of(s, kFineUnit); }, &remains);
+        [&](uint64_t sum) { return filters ? target : __umul64hi(random, sum); }, amount, &remains);
   }
   if (!row.has(segment)) return;
   const int column = row.find_column(segment, remains, [&](float x) {
     const float d = row.distance(x);
     if (greedy) return static_cast<uint64_t>(x == largest ? 1 : 0);
     if (filters) return static_cast<uint64_t>(row.within(d, bound) ? row.weight(d) : 0);
-    return static_cast<uint64_t>(__float2ull_rn(exp2_approx(-d * row.scale) * kFineUnit));
+    return row.fine_weight(x);
   });
   row.write_token(column, row.value_at(column) - largest);
 }
 
 template <typename Format, bool kPenalties>
-__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties>))
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties, false>))
     sample(const __grid_constant__ SampleArgs args) {
   draw<Format, kPenalties, false>(args);
 }
 
 template <typename Format>
-__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, false>))
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, false, true>))
     sample_positions(const __grid_constant__ VerifyArgs args) {
   draw<Format, false, true>(args);
 }

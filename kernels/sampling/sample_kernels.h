@@ -115,9 +115,12 @@ inline constexpr int kSampleBlocks = 8;     // at most, per row: the portable li
 // Columns that a warp reads at once and adds up in a fixed order, whatever the number of blocks.
 inline constexpr int kSampleSegment = 1024;
 inline constexpr int kSampleBins = 512;
-// A block's part of a row, bytes: three blocks per multiprocessor, or one for the longest rows.
-inline constexpr int kSamplePart = 60 << 10;
+// A block's part of a row, bytes: two or three blocks per multiprocessor, or one for the longest
+// rows.
+inline constexpr int kSamplePart = 80 << 10;
 inline constexpr int kSampleLargestSmem = 216 << 10;
+// Copies that bring a block's part, at most: a segment for each warp at a time.
+inline constexpr int kSampleRounds = 14;
 // Bytes per segment beside its logits: its maximum and sum, and the mass of its kept tokens.
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1

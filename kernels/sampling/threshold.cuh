@@ -15,7 +15,7 @@ namespace tiercel {
 template <typename Format>
 __device__ __forceinline__ bool has_one_value(const Row<Format>& row, uint32_t begin,
                                               uint32_t extent) {
-  const float step = row.origin * (1.0f / (1 << kFixedBits));
+  const float step = row.step();
   const float near = row.largest - begin * step, far = near - (extent + 1) * step;
   const float least = (near > 0.0f) == (far > 0.0f) ? fminf(fabsf(near), fabsf(far)) : 0.0f;
   // Neighbours are at least this part of themselves apart.
@@ -25,31 +25,37 @@ __device__ __forceinline__ bool has_one_value(const Row<Format>& row, uint32_t b
   return least * kApart > 2.0f * (extent + 3) * step;
 }
 
-// This thread's two bins, added up over the cluster, and their running sum, which begins with 0,
-// over the block's bins. All blocks get the same. Returns the sum of all bins.
+// A thread's two bins.
+struct Bins {
+  uint32_t tokens[2];
+  uint64_t masses[2];
+  uint64_t own[2];  // masses of this block alone
+  uint64_t start;   // the running sum ahead of them, of tokens or masses
+};
+
+// Adds up the bins over the cluster, so that all blocks get the same. Returns the sum of all bins.
 template <typename Format>
-__device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mass,
-                                             uint32_t (&tokens)[2], uint64_t (&amounts)[2],
-                                             uint64_t* start) {
+__device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mass, Bins* bins) {
   const uint32_t thread = threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) tokens[i] = 0, amounts[i] = 0;
-#pragma unroll 1
+  *bins = {};
+#pragma unroll 2
   for (uint32_t rank = 0; rank < row.args.blocks; ++rank) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t bin = 2 * thread + i;
-      const uint32_t own = load_remote(&row.shared.counts[bin], rank);
-      tokens[i] += own;
-      if (by_mass) {
-        amounts[i] += static_cast<uint64_t>(load_remote(&row.shared.high[bin], rank)) << 32 |
-                      load_remote(&row.shared.low[bin], rank);
-      } else {
-        amounts[i] += own;
-      }
+      bins->tokens[i] += load_remote(&row.shared.counts[bin], rank);
+      bins->masses[i] += static_cast<uint64_t>(load_remote(&row.shared.high[bin], rank)) << 32 |
+                         load_remote(&row.shared.low[bin], rank);
     }
   }
-  uint64_t running = warp_running_sum(amounts[0] + amounts[1]);
+  uint64_t both = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t bin = 2 * thread + i;
+    bins->own[i] = static_cast<uint64_t>(row.shared.high[bin]) << 32 | row.shared.low[bin];
+    both += by_mass ? bins->masses[i] : bins->tokens[i];
+  }
+  uint64_t running = warp_running_sum(both);
   if (thread % 32 == 31) row.shared.of_warps[thread / 32] = running;
   __syncthreads();
   uint64_t all = 0;
@@ -58,7 +64,7 @@ __device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mas
     if (warp < thread / 32) running += row.shared.of_warps[warp];
     all += row.shared.of_warps[warp];
   }
-  *start = running - amounts[0] - amounts[1];
+  bins->start = running - both;
   return all;
 }
 
@@ -76,26 +82,42 @@ __device__ __forceinline__ void add_to_bin(const Row<Format>& row, uint32_t bin,
   if (old + mass < old) atomicAdd(&row.shared.high[bin], 1);
 }
 
-// Estimates where the tokens with `share` of the weight end, by every 16th token: the first point
-// and the extent, in fixed point, of a window around it.
+// Estimates where the tokens with `target` of the `whole` weight end: the first point and the
+// extent, in fixed point, of a window around it. The weight behind a point is estimated by every
+// 16th token: there are many such tokens, and none of them weighs much.
 template <typename Format>
-__device__ __forceinline__ uint2 guess(const Row<Format>& row, float share) {
+__device__ __forceinline__ uint2 guess(const Row<Format>& row, uint64_t target, uint64_t whole) {
   constexpr int kShift = kFixedBits - kBinBits;
+  constexpr int kWords = kSampleSegment / Format::kPerWord, kParts = kWords / 32;
   clear_bins(row);
-  row.template each<kSampled>(
-      [&](float d) { add_to_bin(row, row.fixed(d) >> kShift, row.weight(d)); });
+  const auto* words = reinterpret_cast<const uint32_t*>(row.held);
+  row.each_segment(row.limit, [&](int segment) {
+#pragma unroll
+    for (int part = 0; part < kParts; part += kSampled) {
+      const int place = (part + segment % kSampled) * 32 + threadIdx.x % 32;
+      float values[Format::kPerWord];
+      Format::unpack(words[(segment - row.first) * kWords + place], values);
+#pragma unroll
+      for (float x : values) {
+        const float d = row.distance(x);
+        if (d <= row.limit) add_to_bin(row, row.fixed(d) >> kShift, row.weight(d));
+      }
+    }
+  });
   row.meet();
-  uint32_t tokens[2];
-  uint64_t amounts[2], start;
-  const uint64_t all = add_bins(row, true, tokens, amounts, &start);
-  const uint64_t from = part_of(share - kMargin, all);
-  const uint64_t to = part_of(fminf(share + kMargin, 0.99999994f), all);
+  Bins bins;
+  const uint64_t all = add_bins(row, true, &bins);
+  const float rest = static_cast<float>(whole - target) * (1.0f / kSampled);
+  const uint64_t most = __float2ull_rn(rest * (1.0f + kMargin));
+  const uint64_t least = __float2ull_rn(rest * (1.0f - kMargin));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint64_t end = start + amounts[i];
-    if (start < from && from <= end) row.shared.bin = 2 * threadIdx.x + i;
-    if (start < to && to <= end) row.shared.tokens = 2 * threadIdx.x + i;
-    start = end;
+    // The bins at which no more than that is behind.
+    const uint64_t behind = all - bins.start, next = behind - bins.masses[i];
+    const uint32_t bin = 2 * threadIdx.x + i;
+    if ((behind > most || bin == 0) && next <= most) row.shared.bin = bin;
+    if ((behind > least || bin == 0) && next <= least) row.shared.tokens = bin;
+    bins.start += bins.masses[i];
   }
   row.meet();
   return make_uint2(row.shared.bin << kShift,
@@ -103,10 +125,12 @@ __device__ __forceinline__ uint2 guess(const Row<Format>& row, float share) {
 }
 
 // The least bound at which the tokens within `bound` are `target` tokens, or have that weight. A
-// target of 0 is `share` of their weight. The search begins in a window of d in fixed point.
+// target of 0 is `share` of their weight. The search begins in a window of d in fixed point. The
+// sum of the threads' `keeps` is the weight of the block's tokens within the new bound.
 template <typename Format>
 __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, bool by_mass,
-                                        uint64_t target, float share, uint2 window) {
+                                        uint64_t target, float share, uint2 window,
+                                        uint64_t* keeps) {
   const uint32_t thread = threadIdx.x;
   bool in_bits = false;  // of d itself, among those with the same d in fixed point
   uint32_t same = 0, lowest = window.x, extent = window.y;
@@ -114,10 +138,21 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
   int shift = max(32 - __clz(extent) - kBinBits, 0);
   uint64_t before = 0;
   bool partial = extent < (1u << kFixedBits) - 1;
+  *keeps = 0;
   for (bool begins = true;;) {
     clear_bins(row);
     uint64_t own = 0;
-    row.each([&](float d) {
+    const uint32_t end_point = lowest + extent;
+    float from = 0.0f, to = row.limit;
+    if (in_bits) {
+      from = __uint_as_float(lowest), to = __uint_as_float(end_point);
+    } else {
+      if (below == 0 && lowest > 0) from = row.of_fixed(lowest) - 2.0f * row.step();
+      if (end_point < (1u << kFixedBits) - 1) {
+        to = fminf(to, row.of_fixed(end_point) + 2.0f * row.step());
+      }
+    }
+    const auto add = [&](float d, int) {
       const uint32_t point = row.fixed(d), bits = __float_as_uint(d);
       if (point > bound.fixed || bits > bound.bits || (in_bits && point != same)) return;
       if (point < below) {
@@ -128,14 +163,14 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
       if (place > extent) return;
       const uint32_t bin = place >> shift;
       atomicAdd(&row.shared.counts[bin], 1);
-      if (by_mass) add_to_bin(row, bin, row.weight(d));
-    });
+      add_to_bin(row, bin, row.weight(d));
+    };
+    row.each_segment(to, [&](int segment) { row.each_of(segment, from, to, add); });
     if (below > 0) row.publish(own);
     row.meet();
     if (below > 0) before = row.published();
-    uint32_t tokens[2];
-    uint64_t amounts[2], start;
-    const uint64_t all = add_bins(row, by_mass, tokens, amounts, &start);
+    Bins bins;
+    const uint64_t all = add_bins(row, by_mass, &bins);
     if (partial && (target <= before || target > before + all)) {
       // The window was wrong: the search begins again with all.
       below = lowest = 0, before = 0;
@@ -148,22 +183,25 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
     if (!partial && begins) {
       if (target == 0) target = part_of(share, all);
       if (all < target) {
+        *keeps = bins.own[0] + bins.own[1];
         row.meet();
         return bound;
       }
     }
     below = 0;
     begins = partial = false;
-    start += before;
+    *keeps += own;
+    uint64_t start = bins.start + before;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint64_t from = i == 0 ? start : start + amounts[0];
-      if (from < target && target <= from + amounts[i]) {
+      const uint64_t amount = by_mass ? bins.masses[i] : bins.tokens[i];
+      if (start < target && target <= start + amount) {
         row.shared.bin = 2 * thread + i;
-        row.shared.before = from;
-        row.shared.amount = amounts[i];
-        row.shared.tokens = tokens[i];
+        row.shared.before = start;
+        row.shared.amount = amount;
+        row.shared.tokens = bins.tokens[i];
       }
+      start += amount;
     }
     row.meet();  // before the next histogram too
     const uint32_t begin = lowest + (row.shared.bin << shift);
@@ -173,6 +211,11 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
     const bool whole = row.shared.tokens == 1 ||
                        (!by_mass && before + row.shared.amount == target) ||
                        (in_bits ? shift == 0 : has_one_value(row, begin, extent));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t bin = 2 * thread + i, found = row.shared.bin;
+      if (bin < found || (whole && bin == found)) *keeps += bins.own[i];
+    }
     if (whole) {
       if (in_bits) {
         bound.fixed = min(bound.fixed, same);
@@ -189,8 +232,7 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
       // All of a bin have the same d in fixed point, up to a rounding.
       in_bits = true;
       same = begin;
-      const float about = __uint_as_float(__float_as_uint(row.origin) + begin) - row.origin;
-      const float step = row.origin * (1.0f / (1 << kFixedBits));
+      const float about = row.of_fixed(begin), step = row.step();
       lowest = __float_as_uint(fmaxf(about - step, 0.0f));
       extent = __float_as_uint(about + step) - lowest;
       shift = max(32 - __clz(extent) - kBinBits, 0);

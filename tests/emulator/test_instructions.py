@@ -84,6 +84,8 @@ INTEGER = {
     "setp.hi.and.u32 %p1|%p2, %r2, %r3, %p0; selp.u32 %r4, 5, 9, %p2;": (
         lambda a, b: 9  # %p0 is never set
     ),
+    "set.ge.u32.f16x2 %r4, %r2, %r3;": lambda a, b: at_least(a, b, torch.float16),
+    "set.ge.u32.bf16x2 %r4, %r2, %r3;": lambda a, b: at_least(a, b, torch.bfloat16),
     "dp4a.s32.u32 %r4, %r2, %r3, 7;": (
         lambda a, b: (
             7
@@ -99,6 +101,12 @@ INTEGER = {
         a if a < 2**24 else a >> a.bit_length() - 24 << a.bit_length() - 24
     ),
 }
+
+
+def at_least(a, b, dtype):
+    """All bits of each half where a >= b."""
+    halves = [torch.tensor([x & ONES]).to(torch.uint32).view(dtype).float() for x in (a, b)]
+    return sum(0xFFFF << 16 * i for i in range(2) if halves[0][i] >= halves[1][i])
 
 
 def bits(x):

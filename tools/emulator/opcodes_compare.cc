@@ -104,15 +104,15 @@ Handler setp_of(uint32_t which, std::index_sequence<k...>) {
   return found;
 }
 
-void decode_setp(Decode& d, Instruction& out) {
-  const Comparison* comparison = nullptr;
+const Comparison* take_comparison(Decode& d) {
   for (const Comparison& one : kComparisons) {
-    if (d.take(one.name)) {
-      comparison = &one;
-      break;
-    }
+    if (d.take(one.name)) return &one;
   }
-  if (comparison == nullptr) d.fail("a comparison is missing");
+  d.fail("a comparison is missing");
+}
+
+void decode_setp(Decode& d, Instruction& out) {
+  const Comparison* comparison = take_comparison(d);
   out.flags = d.take("and") ? kAnd : d.take("or") ? kOr : d.take("xor") ? kXor : kNone;
   const bool ftz = d.take("ftz");
   const Type type = d.type();
@@ -156,6 +156,30 @@ void decode_setp(Decode& d, Instruction& out) {
   d.fail(std::string("type ") + type.name + " is not implemented here");
 }
 
+// All bits of each half of the result for which the comparison holds.
+template <typename T, uint32_t answers>
+struct SetPairs {
+  static uint32_t run(uint32_t a, uint32_t b) {
+    const auto half = [&](int shift) {
+      const bool holds = compare<T, answers>(T{static_cast<uint16_t>(a >> shift)},
+                                             T{static_cast<uint16_t>(b >> shift)});
+      return holds ? 0xffffu << shift : 0u;
+    };
+    return half(0) | half(16);
+  }
+};
+
+void decode_set(Decode& d, Instruction& out) {
+  const Comparison* comparison = take_comparison(d);
+  d.type({t::u32});
+  const Type type = d.type({t::f16x2, t::bf16x2});
+  if (comparison->answers != (kGreater | kEqual)) d.fail("only ge of pairs is implemented here");
+  operands(d, out, t::u32, type, 2);
+  constexpr uint32_t kAtLeast = kGreater | kEqual;
+  out.run = type == t::f16x2 ? lanes<SetPairs<Half, kAtLeast>, uint32_t, uint32_t, uint32_t>
+                             : lanes<SetPairs<Brain, kAtLeast>, uint32_t, uint32_t, uint32_t>;
+}
+
 template <typename T>
 Step testp(Warp& warp, const Instruction& in, Mask mask) {
   const Slot<T>* a = warp.in<Slot<T>>(in.op[1]);
@@ -193,7 +217,7 @@ void decode_testp(Decode& d, Instruction& out) {
   out.run = type == t::f32 ? testp<float> : testp<double>;
 }
 
-const Opcode opcodes[] = {{"setp", decode_setp}, {"testp", decode_testp}};
+const Opcode opcodes[] = {{"set", decode_set}, {"setp", decode_setp}, {"testp", decode_testp}};
 
 }  // namespace
 }  // namespace tiercel::emulator

@@ -44,25 +44,25 @@ def _torch(case: Any, inputs: Inputs) -> Launch:
 
 
 def _flashinfer(case: Any, inputs: Inputs) -> Launch:
-    import torch
-
     if case["top"]:
         raise Unsupported("its samplers return tokens alone")
     sampling: Any = importlib.import_module("flashinfer.sampling")
     logits, options = inputs["logits"], OPTIONS[case["filter"]]
+    # A seed of its own: the generator's cannot be read while a graph is captured.
+    seed = {"seed": 1, "offset": 0}
+    temperature, top_p = options.get("temperature", 1.0), options.get("top_p", 1.0)
 
     def run() -> tuple[Any]:
         if case["filter"] == "greedy":
             return (logits.argmax(-1),)
-        x = logits.float()
-        if case["filter"] == "both":
-            return (sampling.top_k_top_p_sampling_from_logits(x, 50, 0.9),)
         if case["filter"] == "plain":
-            return (sampling.sampling_from_logits(x / options["temperature"]),)
-        p = torch.softmax(x, -1)
-        if case["filter"] == "top_k":
-            return (sampling.top_k_sampling_from_probs(p, options["top_k"]),)
-        return (sampling.top_p_sampling_from_probs(p, options["top_p"]),)
+            return (sampling.sampling_from_logits(logits.float() / temperature, **seed),)
+        if "top_k" in options:
+            # The k largest, and top-p of these.
+            sample = sampling.top_k_top_p_sampling_from_logits
+            return (sample(logits, options["top_k"], top_p, **seed),)
+        probs = sampling.softmax(logits, temperature)
+        return (sampling.top_p_sampling_from_probs(probs, top_p, **seed),)
 
     return Launch(run, slack=0.05)
 
