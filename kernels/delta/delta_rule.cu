@@ -181,7 +181,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   const int64_t chunks = work.segment.last - work.segment.first;
   char* to = nullptr;
   if (!kTransition && chunks > 0) {
-    to = work.rows(args, args.out, work.head) + (column + place.warp * 16 + place.along) * 2;
+    to = work.rows(args, args.out, work.head) + (column + place.warp * 16) * 2;
   }
   const auto multiply_queries = [&](uint64_t queries, int part) {
 #pragma unroll
