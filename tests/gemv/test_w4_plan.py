@@ -56,6 +56,8 @@ def test_sizes(kind, tokens):
 def test_few_tiles_split_k(make):
     assert w4(make, MXFP4, 32, 4096, 4096)["cluster"] > 1
     assert w4(make, MXFP4, 8192, 4096, 4096)["cluster"] == 1
+    # 32 clusters of 4 would not run at once.
+    assert w4(make, MXFP4, 64, 4096, 4096)["cluster"] == 3
 
 
 def test_float16(make):
