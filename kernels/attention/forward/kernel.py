@@ -275,7 +275,7 @@ class AttentionForward:
         q_tiles, tiles = self.tiles(packed, problem)
         rounds = rounds_of_block(tiles, self.masked)
 
-        if self.loads(warp_index):
+        if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.loader_registers)
             self.produce(
                 *((tma_q, sq, q_ring), (tma_k, sk, k_ring), (tma_v, sv, v_ring)),
@@ -287,10 +287,6 @@ class AttentionForward:
                 *((sq, q_ring), (sk, k_ring), (sv, v_ring), (tma_o, so)),
                 *(lse, sinks, packed, factors, problem, q_tiles, rounds, thread, warp_index),
             )
-
-    def loads(self, warp_index):
-        """True for the warps that do not multiply."""
-        return warp_index < 4
 
     @cute.jit
     def produce(self, q, k, v, packed, problem, q_tiles, rounds, lse, thread, warp_index):

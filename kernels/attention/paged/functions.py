@@ -33,15 +33,13 @@ _CHECKED = (
 )
 
 
-def function(dtype, tile, mask, capped, chained=False, float8=False):
+def function(dtype, tile, mask, capped, chained=False):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
+    kernel = PagedAttention(name, PagedOperands(element, v), v)
     if chained:
         kernel = ChainedAttention(name + "_chained", ChainedOperands(element, v), v)
-    else:
-        name += "_float8" if float8 else ""
-        kernel = PagedAttention(name, PagedOperands(element, v), v, float8)
     name = kernel.name
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
@@ -83,7 +81,6 @@ def function(dtype, tile, mask, capped, chained=False, float8=False):
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
         str(chained).lower(),
-        str(float8).lower(),
     )
     arguments = (*pointers, lse, None, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
@@ -93,6 +90,4 @@ def functions():
     built = [
         function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
     ]
-    built += [function("bf16", _CHAINED_TILE, "causal", False, chained=True)]
-    # Other kernels widen float8, too, but take longer for it.
-    return built + [function(dtype, _TILES[1], "causal", False, float8=True) for dtype in _DTYPES]
+    return [*built, function("bf16", _CHAINED_TILE, "causal", False, chained=True)]

@@ -11,8 +11,6 @@ It multiplies as forward/kernel.py does. What differs:
   small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
 - Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
   of keys and values in turn, so that copies arrive while the block before them is widened.
-- Kernels for float8 caches alone have a second warpgroup of loaders: the first one has values, the
-  last one keys. Rows go through their registers.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
@@ -34,7 +32,6 @@ from cutlass.cute.nvgpu import cpasync
 from kernels.attention.common.layouts import (
     PIECE,
     ROWS,
-    WARPGROUP,
     outer_coordinates,
     sequence_coordinates,
     staged_layout,
@@ -52,7 +49,6 @@ _LN2 = 0.6931471805599453
 COPY_ROWS = 8
 
 LOADERS = 4  # warps
-FIRST_KEY_WARP = 12  # of a second warpgroup of loaders
 
 # Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
 BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
@@ -117,16 +113,10 @@ SIZES = Paged._fields[7:]
 
 
 class PagedAttention(AttentionForward):
-    def __init__(self, name, operands, variant, float8=False):
+    def __init__(self, name, operands, variant):
         super().__init__(name, operands, variant)
         self.loader_registers, self.registers = 56, 224  # to widen needs more
-        self.widens, self.float8 = operands.widens, float8
-        if float8:
-            self.threads += WARPGROUP
-            self.registers = 200
-
-    def loads(self, warp_index):
-        return (warp_index < LOADERS) | (warp_index >= FIRST_KEY_WARP)
+        self.widens = operands.widens
 
     # Maps and shared memory.
 
@@ -326,13 +316,7 @@ class PagedAttention(AttentionForward):
         q_write = writer(self.variant.q_stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
-        blocks = Int32(0)
-        if const_expr(self.float8):
-            # The host chooses this kernel for float8 alone.
-            if (warp_index >= FIRST_KEY_WARP) & (paged.loader < BY_WIDENING):
-                rounds = Int32(0)
-        else:
-            pending = (Int32(0), Int32(0))
+        blocks, pending = Int32(0), (Int32(0), Int32(0))
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
@@ -352,16 +336,13 @@ class PagedAttention(AttentionForward):
                 self.load_rows(k, v, *of_keys)
             if const_expr(self.widens):
                 if paged.loader == BY_WIDENING:
-                    if const_expr(self.float8):
-                        self.load_registers(k, v, *of_keys)
-                    else:
-                        pending = self.load_float8(k, v, pending, *of_keys)
+                    pending = self.load_float8(k, v, pending, *of_keys)
             blocks += last - low
-        if const_expr(self.widens and not self.float8):
+        if const_expr(self.widens):
             if pending[0] != 0:
                 cute.arch.inline_ptx("cp.async.wait_group 0;")
                 self.widen(*pending)
-        if (warp_index > 0) & (warp_index < LOADERS):
+        if warp_index > 0:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
 
     @cute.jit
@@ -538,69 +519,6 @@ class PagedAttention(AttentionForward):
             self.widen_chunks(to + piece * (self.tile_n * 2 * PIECE))
         self.announce(barrier, self.tile_n // LOADERS)
 
-    @cute.jit
-    def load_registers(self, k, v, blocks, low, last, paged, table, keys, head, warp_index):
-        """A tile's keys or values of float8, by the four warps of a warpgroup; `blocks` came before
-        them. A warp widens its rows of a block when their stage is free, then loads those of the
-        next block, which arrive while this one is multiplied."""
-        rows, lane, quarter = self.tile_n // LOADERS, cute.arch.lane_idx(), warp_index % LOADERS
-        pieces, groups = self.d // PIECE, rows // 8
-        source, row_bytes, memory, full = self.ring_of(v, head)
-        if warp_index >= FIRST_KEY_WARP:
-            source, row_bytes, memory, full = self.ring_of(k, head)
-        own_row, chunk = lane // 4, lane % 4  # as in load_float8
-        source += chunk * 16
-        memory += quarter * (rows * 2 * PIECE)
-        memory += own_row * (2 * PIECE) + ((2 * chunk) ^ own_row) * 16
-        at_lane, at = quarter * rows + lane, (last - 1) * self.tile_n
-        page = self.page_of(paged, table, keys, at + at_lane)
-        words = cute.make_rmem_tensor(4 * pieces * groups, Int32)
-        for step in cutlass.range(last - low + 1, unroll=1):
-            if step > 0:
-                index, parity = self.stage_of(blocks + step - 1)
-                barrier, to = full + index * 8, memory + index * (self.tile_n * self.d * 2)
-                self.wait(barrier + self.variant.stages * 8, parity)
-                if quarter == 0:
-                    self.expect(barrier)
-                for i in cutlass.range_constexpr(groups):
-                    for piece in cutlass.range_constexpr(pieces):
-                        of_chunk = 4 * (i * pieces + piece)
-                        offset = piece * (self.tile_n * 2 * PIECE) + i * (16 * PIECE)
-                        self.widen_words(to, offset, [words[of_chunk + n] for n in range(4)])
-                self.announce(barrier, rows)
-            first = at - step * self.tile_n
-            place = self.place_of(paged, page, first + at_lane)
-            seen = keys - first - quarter * rows - own_row
-            seen = seen if step < last - low else Int32(0)
-            for i in cutlass.range_constexpr(groups):
-                at_row = cute.arch.shuffle_sync(place, i * 8 + own_row)
-                at_row = source + Int64(at_row) * row_bytes
-                for piece in cutlass.range_constexpr(pieces):
-                    inside = piece * PIECE + chunk * 16 < paged.columns
-                    visible = seen if inside else Int32(0)
-                    loaded = self.load_or_clear(at_row, piece * PIECE, i * 8, visible)
-                    for n in cutlass.range_constexpr(4):
-                        words[4 * (i * pieces + piece) + n] = loaded[n]
-            page = self.page_of(paged, table, keys, first - self.tile_n + at_lane)
-
-    def load_or_clear(self, source, offset, row, seen):
-        """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
-        return cute.arch.inline_ptx(
-            f"{{ .reg .pred seen; setp.gt.s32 seen, {{$r1}}, {row}; "
-            + "".join(f"mov.b32 {{$w{n}}}, 0; " for n in range(4))
-            + "@seen ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-            + f"[{{$r0}} + {offset}]; }}",
-            write_only_types=[Int32] * 4,
-            read_only_args=[source, seen],
-        )
-
-    def widen_words(self, to, offset, words):
-        """Stores a chunk's 16 numbers of float8 in 16 bits each."""
-        lines = [".reg .b32 second, w<8>; .reg .b16 low, high; .reg .f32 f<2>;"]
-        lines.append("xor.b32 second, {$r0}, 16;")
-        lines += self.widening([f"{{$r{n + 1}}}" for n in range(len(words))], offset, "{$r0}")
-        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[to, *words])
-
     def copy_or_clear(self, to, to_offset, source, offset, row, seen):
         """16 bytes of a row, or zeros for one that is not among the `seen` ones."""
         cute.arch.inline_ptx(
@@ -638,29 +556,22 @@ class PagedAttention(AttentionForward):
             words = ", ".join(f"c{n}_{i}" for i in range(4))
             lines.append(f"ld.shared.v4.b32 {{{words}}}, [second + {n * 16 * PIECE}];")
         for n in chunks:
-            words = [f"c{n}_{i}" for i in range(4)]
-            lines += self.widening(words, n * 16 * PIECE, "{$r0}")
-        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[at])
-
-    def widening(self, words, offset, first):
-        """Instructions that store a chunk's four words of float8 as eight of 16 bits, half of them
-        at `first`, half at `second`."""
-        lines = []
-        for i in range(8):
-            if i % 2 == 0:
-                lines.append(f"mov.b32 {{low, high}}, {words[i // 2]};")
-            lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {('low', 'high')[i % 2]};")
-        if self.operands.dtype is cutlass.BFloat16:
             for i in range(8):
-                lines += [
-                    f"mov.b32 {{low, high}}, w{i};",
-                    "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
-                    f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
-                ]
-        for at_words, four in ((first, range(4)), ("second", range(4, 8))):
-            stored = ", ".join(f"w{i}" for i in four)
-            lines.append(f"st.shared.v4.b32 [{at_words} + {offset}], {{{stored}}};")
-        return lines
+                pair, half = f"c{n}_{i // 2}", ("low", "high")[i % 2]
+                if i % 2 == 0:
+                    lines.append(f"mov.b32 {{low, high}}, {pair};")
+                lines.append(f"cvt.rn.f16x2.e4m3x2 w{i}, {half};")
+            if self.operands.dtype is cutlass.BFloat16:
+                for i in range(8):
+                    lines += [
+                        f"mov.b32 {{low, high}}, w{i};",
+                        "cvt.f32.f16 f0, low; cvt.f32.f16 f1, high;",
+                        f"cvt.rn.bf16x2.f32 w{i}, f1, f0;",
+                    ]
+            for at_words, words in (("{$r0}", range(4)), ("second", range(4, 8))):
+                stored = ", ".join(f"w{i}" for i in words)
+                lines.append(f"st.shared.v4.b32 [{at_words} + {n * 16 * PIECE}], {{{stored}}};")
+        cute.arch.inline_ptx("{ " + " ".join(lines) + " }", read_only_args=[at])
 
     @cute.jit
     def announce(self, barrier, rows):

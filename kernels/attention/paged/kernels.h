@@ -16,7 +16,6 @@ struct AttentionPagedVariant {
   AttentionMask mask;
   bool capped;
   bool chained;  // a block has all parts of a tile: chained.py
-  bool float8;   // takes float8 caches alone; others take them, too
 };
 
 // The kernel's parameters by name: Problem in problem.py and Paged in kernel.py.

@@ -286,10 +286,9 @@ struct Choice {
   }
 };
 
-// The kernel for a head dimension, a mask and a cap; for float8 caches the one that takes them alone,
-// if there is one.
+// kernel.py's kernel for a head dimension, a mask and a cap.
 const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options,
-                                        bool float8, bool chained = false) {
+                                        bool chained = false) {
   const bool capped = options.softcap != 0.0;
   const bool causal = !capped && options.left < 0 && options.right == 0;
   const AttentionPagedKernel* found = nullptr;
@@ -298,14 +297,10 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
   for (int i = 0; i < count; ++i) {
     const AttentionPagedVariant& variant = kernels[i].variant;
     if (variant.dtype != q.dtype || variant.d < q.shape[2] || variant.capped != capped ||
-        (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained ||
-        (variant.float8 && !float8)) {
+        (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained) {
       continue;
     }
-    if (found == nullptr || variant.d < found->variant.d ||
-        (variant.d == found->variant.d && variant.float8)) {
-      found = &kernels[i];
-    }
+    if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
   }
   return found;
 }
@@ -321,7 +316,7 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
     choice->most = choice->queries;
     return;
   }
-  choice->kernel = find_kernel(q, call.options, is_float8(*call.k_cache));
+  choice->kernel = find_kernel(q, call.options);
   choice->tile_n = choice->kernel->variant.tile_n;
   choice->d = choice->kernel->variant.d;
   choice->copy_rows = std::min<int64_t>(places, choice->tile_n);
@@ -335,7 +330,7 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
   const AttentionOptions& options = call.options;
   const AttentionPagedKernel* chained = nullptr;
   if (choice->wide == nullptr && call.sinks == nullptr) {
-    chained = find_kernel(*call.q, options, false, true);
+    chained = find_kernel(*call.q, options, true);
     if (chained != nullptr && chained->variant.d != choice->d) chained = nullptr;
   }
   const bool spans = options.left >= 0 && options.right >= 0;
