@@ -127,12 +127,15 @@ def linear(rows, n, k, split_only=False):
     return _C.linear_act_plan(x, w, None, None, out, None, 0)
 
 
-def test_products_are_never_split():
-    sizes = [(n, k) for n in (256, 1024, 4096) for k in (4096, 14336)]
+def test_products_are_split_by_the_size_of_the_weight():
+    """Those of few columns, whatever the rows are, and no others."""
+    sizes = [(n, k) for n in (264, 1024, 4096) for k in (4096, 14336)]
     assert any(linear(1, *s)["splits"] > 1 for s in sizes)
     with tiercel.batch_invariant():
         for rows in ROWS:
             assert all(linear(rows, *s)["splits"] == 1 for s in sizes)
+            few = [linear(rows, n, k) for n in (8, 128, 256) for k in (64, 2048, 14336)]
+            assert [plan["splits"] for plan in few] == 3 * [1, 4, 8]
 
 
 def float8(rows, n, k):

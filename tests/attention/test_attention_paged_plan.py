@@ -333,7 +333,7 @@ def test_parts_of_fixed_places_in_the_batch_invariant_mode(make, keys, options, 
             got = invariant(make, rows, keys, longest=longest, **options)
             assert got["kernel"].startswith("attention_paged_")
             if got["kernel"].endswith("_chained"):
-                assert not options and got["parts"] == 1 < parts
+                assert options.keys() <= {"most"} and got["parts"] == 1 < parts
             else:
                 assert got["parts"] == parts
             assert (got["combine"] != "none") == (got["parts"] > 1) == (got["workspace"] > 0)
