@@ -30,7 +30,6 @@ from tiercel.integrations.transformers.loss import use_linear_loss
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
 from tiercel.integrations.transformers.routers import router_forward
 
-_TMP_OURS = "TIERCEL_TMP_OURS" in __import__("os").environ
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
 
@@ -200,7 +199,6 @@ def _compiler_joins() -> bool:
         torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and not invariance.watched
-        and not _TMP_OURS
     )
 
 
