@@ -195,11 +195,7 @@ def _compiler_joins() -> bool:
     """True in a graph without gradients: its compiler joins norms and activations with the
     additions and rotary embeddings around them, which costs fewer launches and less memory traffic
     than an op for each. Its kernels are not batch-invariant, so in that mode ours stay."""
-    return (
-        torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and not invariance.watched
-    )
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled() and not invariance.watched
 
 
 # RMS norms.
