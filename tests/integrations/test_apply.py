@@ -2,6 +2,7 @@
 """`apply`: what it replaces, by what a module computes; what it leaves; and `undo`."""
 
 import copy
+import pickle
 import weakref
 from functools import partial
 
@@ -239,6 +240,44 @@ class TestActivationsOfTraining:
         door.apply(mlp)
         found = torch.func.grad(lambda x: mlp(x).square().sum())(x)
         torch.testing.assert_close(found, self.gradients(mlp, x)[0])
+
+    @pytest.mark.parametrize("changed", ["weight", "gate"])
+    def test_changes_in_place_are_errors(self, made, changed):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16, requires_grad=True)
+        door.apply(mlp)
+        seen = []
+        mlp.gate_proj.register_forward_hook(lambda module, given, out: seen.append(out))
+        y = mlp(x)
+        with torch.no_grad():
+            (mlp.down_proj.weight if changed == "weight" else seen[0]).add_(1)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            y.sum().backward()
+
+    def test_an_activation_that_its_product_changes(self, made):
+        class Doubles(nn.Linear):
+            def forward(self, x):
+                return super().forward(x.mul_(2))
+
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        mlp.down_proj = Doubles(24, 16)
+        right = self.gradients(mlp, x)
+        door.apply(mlp)
+        torch.testing.assert_close(self.gradients(mlp, x), right)
+
+    def test_where_hooks_are_not_allowed(self, made):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16, requires_grad=True)
+        door.apply(mlp)
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            mlp(x).sum().backward()
+        assert len(made) == 1
+
+
+def test_applied_models_are_pickled():
+    model = make("Llama")
+    door.apply(model)
+    twin = pickle.loads(pickle.dumps(model.model.layers[0].mlp))
+    x = torch.randn(2, 3, model.config.hidden_size, dtype=model.dtype)
+    torch.testing.assert_close(twin(x), model.model.layers[0].mlp(x))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from tiercel.core import invariance
 
 _FEW_ROWS = 64  # up to which reading the weight is all that a linear layer costs
 _DTYPES = (torch.bfloat16, torch.float16)
+_PLAIN = (
+    Tensor,
+    nn.Parameter,
+)  # others, such as DTensor and quantised weights, have kernels of their own
 
 
 def why_not_linear(module: nn.Module) -> str | None:
@@ -31,9 +36,18 @@ def linear_forward(self: nn.Module, x: Tensor) -> Tensor:
     """That of `nn.Linear`, with our kernel for few rows in 16 bits without gradients."""
     weight: Any = self.weight
     bias: Any = self.bias
-    narrow = x.is_cuda and x.dtype in _DTYPES and x.dtype == weight.dtype
-    narrow = narrow and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
-    few = x.shape[:-1].numel() <= _FEW_ROWS or invariance.watched  # the mode's products are ours
-    if narrow and few and not torch.is_grad_enabled():
-        return tiercel.linear_act(x, weight, bias, activation="none")  # type: ignore[no-any-return]
+    plain = type(x) is Tensor and type(weight) in _PLAIN and x.is_cuda
+    plain = plain and x.dtype in _DTYPES and x.dtype == weight.dtype
+    plain = plain and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
+    if torch.is_autocast_enabled("cuda"):
+        plain = plain and torch.get_autocast_dtype("cuda") == x.dtype
+    # In an exported graph the number of tokens would become a constraint.
+    if plain and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        few = math.prod(x.shape[:-1]) <= _FEW_ROWS
+        if few or invariance.watched:  # the mode's products are ours
+            return tiercel.linear_act(x, weight, bias, activation="none")  # type: ignore[no-any-return]
     return nn.functional.linear(x, weight, bias)
+
+
+# A bound method is pickled by the name of its function: as the module's own forward.
+linear_forward.__name__ = "forward"

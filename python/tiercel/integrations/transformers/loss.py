@@ -89,6 +89,10 @@ def _head_forward(
     return x if getattr(self, _ACTIVE) else linear_forward(self, x)
 
 
+# A bound method is pickled by the name of its function: as the module's own forward.
+_head_forward.__name__ = "forward"
+
+
 def _forward(self: PreTrainedModel, head: Any, given: dict[str, Any]) -> Any:
     own = type(self).forward
     labelled = given.get("labels") is not None or given.get("shift_labels") is not None

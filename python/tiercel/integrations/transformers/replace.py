@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -336,41 +336,60 @@ def _mlp_forward(op: Forward, more: dict[str, Any], joined: bool) -> Forward:
             return type(self).forward(self, x)  # type: ignore[no-any-return]
         product = op(gate, up, **more)
         kept = [None if x is None else x.detach() for x in (gate, up)]
-        with _made_again(product, lambda: op(*kept, **more)):
+        with _made_again(product, kept, lambda: op(*kept, **more)):
             return self.down_proj(product)  # type: ignore[no-any-return, operator]
 
     return forward
 
 
-def _made_again(x: Tensor, make: Callable[[], Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, what keeps `x` for its backward makes it again there: an activation is the largest
-    tensor of a layer, and cheap.
+def _made_again(
+    x: Tensor, sources: Sequence[Tensor | None], make: Callable[[], Tensor]
+) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what keeps `x` for its backward makes it of `sources` there instead: an activation
+    is the largest tensor of a layer, and cheap.
 
-    Not in graphs, whose compiler decides itself, and not below activation checkpointing or other
-    such hooks, or functorch, which allows none.
+    Not in graphs, whose compiler decides itself, and not below activation checkpointing, functorch
+    or other users of such hooks.
     """
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    ours = torch._C._autograd
+    top = getattr(ours, "_top_saved_tensors_default_hooks", None)
     if (
         torch.compiler.is_compiling()
         or not x.requires_grad
         or type(x) is not Tensor
-        or hooks is None
-        or hooks(True) is not None
+        or x.numel() == 0
+        or x.is_meta  # no address tells such tensors apart
+        or top is None
         or torch._C._are_functorch_transforms_active()
+        or not ours._saved_tensors_hooks_is_enabled()
+        or top(True) is not None
     ):
         return contextlib.nullcontext()
-    place, numel = x.data_ptr(), x.numel()
+    own = x.data_ptr(), x.numel(), x.dtype, x._version
+    versions = [None if source is None else source._version for source in sources]
+
+    def unchanged(tensor: Tensor | None, version: int | None) -> None:
+        """Autograd's own check, which hooks turn off."""
+        if tensor is not None and tensor._version != version:
+            raise RuntimeError(
+                "a tensor that the backward of a gated MLP needs was modified by an inplace "
+                "operation"
+            )
 
     def pack(kept: Tensor) -> Any:
-        if kept.data_ptr() == place and kept.numel() == numel and kept.is_contiguous():
-            return kept.shape
-        return kept
+        if type(kept) is Tensor and kept.is_contiguous():
+            if (kept.data_ptr(), kept.numel(), kept.dtype, kept._version) == own:
+                return kept.shape
+        return kept, kept._version
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, torch.Size):
+            for source, version in zip(sources, versions, strict=True):
+                unchanged(source, version)
             with torch.no_grad():
                 return make().view(kept)
-        return kept  # type: ignore[no-any-return]
+        unchanged(*kept)
+        return kept[0]  # type: ignore[no-any-return]
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
