@@ -165,7 +165,7 @@ constexpr int delta_chunks_smem(int key_size) {
   return 2 * kDeltaChunk * (2 * key_size + 16) + kDeltaChunk * (kDeltaChunk + 4) * 4 +
          kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
 }
-// Of one of these: the sums of the gates; one and a half tiles of keys; a matrix and half of one.
+// The sums of the gates, one and a half tiles of keys, or a matrix and half of one: the largest.
 constexpr int delta_channels_rest(int key_size) {
   const int sums = kDeltaChunk * (key_size + 4) * 4;
   const int tiles = kDeltaChunk * 3 / 2 * (2 * key_size + 16);

@@ -71,7 +71,7 @@ struct Work {
   }
 };
 
-// What the threads that load copy from: rows of the segment's first token.
+// The threads that load copy from these: rows of the segment's first token.
 struct Sources {
   const char *k, *q, *v;
 

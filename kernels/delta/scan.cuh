@@ -11,7 +11,7 @@
 
 namespace tiercel {
 
-// Of two steps: a block's columns of the states, and a segment's M.
+// Two steps' worth of a block's columns of the states, and of a segment's M.
 struct DeltaScanMemory {
   float4 states[2][kDeltaScanSize][2];
   float factors[2][kDeltaScanSize][kDeltaScanPitch];

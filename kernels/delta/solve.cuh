@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts of preparing a chunk that kernels for a gate per head and per channel
-// share. A block has kDeltaChunkThreads threads.
+// Parts of preparing a chunk that kernels for a gate per head and per channel share. The block's
+// first kDeltaChunkThreads threads call them.
 #ifndef KERNELS_DELTA_SOLVE_CUH_
 #define KERNELS_DELTA_SOLVE_CUH_
 

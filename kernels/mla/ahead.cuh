@@ -62,7 +62,7 @@ struct AheadRing {
   }
 };
 
-// What the loading warp tells the others of a step, so that they need no registers for the share.
+// The loading warp tells the others this of a step, so that they need no registers for the share.
 struct alignas(16) AheadNote {
   enum Flag { kEnds = 1, kLast = 2, kBegins = 4, kShared = 8 };
 
@@ -73,7 +73,7 @@ struct alignas(16) AheadNote {
                // first step; other lanes have steps of it
 };
 
-// Of a note, as store_rows() asks for it.
+// A note, as store_rows() asks for it.
 struct AheadSteps {
   int b;
   int flags;
@@ -103,8 +103,8 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
   return done;
 }
 
-// What is loaded next. It lies in shared memory: the registers of the warpgroup that loads have its
-// sums.
+// The step that is loaded next. It lies in shared memory: the registers of the warpgroup that loads
+// have its sums.
 struct AheadCursor {
   Share share;
   int step;  // -1: nothing

@@ -90,8 +90,9 @@ __device__ __forceinline__ void release(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-// Arrives at the barrier of block `rank` of the cluster. Only reads are ordered before it: a
-// release of the cluster's scope would be a fence of the whole GPU.
+// Arrives at the barrier of block `rank` of the cluster. It publishes nothing: all that was written
+// to the place before has been read by wgmma, behind a proxy fence. A release of the cluster's
+// scope would be a fence of the whole GPU.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"

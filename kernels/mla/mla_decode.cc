@@ -234,7 +234,6 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->pair = layout_of(*call.kv_cache) == MlaLayout::kSame && args->row_blocks % 2 == 0 &&
                args->copy_rows >= kMlaLeastBox;
   args->ahead = layout_of(*call.kv_cache) == MlaLayout::kSame && places >= kMlaStep;
-  if (args->pair && !args->ahead) args->copy_rows = std::min(args->copy_rows, kMlaStep / 2);
   args->scale = static_cast<float>(call.scale * kLog2E);
 }
 

@@ -8,8 +8,7 @@
 //     scores. It has 496 of its queries' columns in registers, so that most of these products read
 //     keys alone from shared memory;
 //   the second and the third multiply probabilities by 256 columns of the values each. A warp of
-//   the
-//     second loads keys, between its products: one box of 64 keys for each half of the latents.
+//     the second loads keys, between its products: one box of 64 keys for each half of the latents.
 // Three steps of 72 KiB are in flight. Probabilities take the place of a step's rotary columns,
 // which are no values. They have the bits of mla_decode's: each sum has the same order.
 //
@@ -174,7 +173,7 @@ __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)
   wgmma_commit();
 }
 
-// Where the lane's row of a 16 x 16 matrix of probabilities is in their tile.
+// The place of the lane's row of a 16 x 16 matrix of probabilities in their tile.
 __device__ __forceinline__ uint32_t shares_place() {
   const int thread = opaque(threadIdx.x % 128), lane = thread % 32;
   const int row = thread / 32 * 16 + lane % 16;

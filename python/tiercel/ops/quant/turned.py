@@ -48,8 +48,8 @@ def _fake(call: Call) -> tuple[Tensor, ...]:
 
 
 def _launch(native: Callable[..., Any], call: Call) -> Any:
-    """Of a copy where rows do not begin at multiples of 16 bytes: a gradient may lie anywhere, and
-    may be one expanded number."""
+    """Launches on a copy where rows do not begin at multiples of 16 bytes: a gradient may lie
+    anywhere, and may be one expanded number."""
     x = call.x
     fits = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
     if not fits or x.data_ptr() % 16 != 0:

@@ -251,7 +251,7 @@ def version(way: str) -> str | None:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Where torch.compile looks for what an earlier run compiled, and leaves its own."""
+    """Makes torch.compile look in `folder` for what an earlier run compiled, and leave its own."""
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         place = folder.resolve() / name
         place.mkdir(parents=True, exist_ok=True)
