@@ -24,7 +24,6 @@
 #include "kernels/gemv/w4_tile.cuh"
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/gemv/w4_weights.cuh"
-#include "kernels/gemv/wgmma_96.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/wgmma.cuh"
@@ -142,12 +141,8 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int place = chunk / 2 * (Shape::kXBytes / 2) + (chunk % 2 * 2 + i) * 32;
-        if constexpr (kTokens == 96) {
-          wgmma_96_from_registers<kBFloat16>(sums, a[chunk % kBuffers][i], x + (place >> 4));
-        } else {
-          wgmma_from_registers<kBFloat16, false>(sums, a[chunk % kBuffers][i], x + (place >> 4),
-                                                 true);
-        }
+        wgmma_from_registers<kBFloat16, false>(sums, a[chunk % kBuffers][i], x + (place >> 4),
+                                               true);
       }
       wgmma_commit();
       if (chunk == (kAhead ? 2 : 3)) mbarrier_wait(barriers.filled + next_stage, next_parity);

@@ -43,7 +43,7 @@ constexpr double kScaledMiddle = 1.15;    // bring more bytes a product
 constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
 constexpr double kScaledRow = 2.72;       // and per row of its tile
 
-// Of kernels for a K that is not split.
+// Kernels that do not split K: rates of the L2 and of a multiprocessor, and the time of a step.
 constexpr double kWholeL2Bytes = 10.5e6;
 constexpr double kWholeSmBytes = 140e3;
 constexpr double kWholeStep = 0.109;
@@ -171,8 +171,8 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   return best;
 }
 
-// Of a kernel whose K is not split and whose ring has room enough: the memory's rate, that of the
-// L2, a multiprocessor's or a step's products are what it takes.
+// Estimates the time of a kernel that does not split K. Its ring is deep enough, so the slowest of
+// these decides: the memory, the L2, a multiprocessor's loads, or the products of its steps.
 double whole_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
                       LinearActChoice* choice) {
   const LinearActVariant& v = kernel.variant;

@@ -153,16 +153,6 @@ __device__ __forceinline__ void boxes_multicast(void* to, const CUtensorMap* map
       : "memory");
 }
 
-// Without multicast.
-__device__ __forceinline__ void boxes_load(void* to, const CUtensorMap* map, int column, int row,
-                                           int block, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(block), "r"(shared_address(barrier))
-      : "memory");
-}
-
 // Loads the next step, if there is one, to the stage, which both blocks of the pair have freed.
 // `row` is ahead_row(). Each block loads a half of the values into both, and the rotary columns of
 // every other step. One warp calls it.
@@ -203,7 +193,7 @@ __device__ __forceinline__ void load_ahead(const MlaDecodeArgs& args, const CUte
           } else if (args.pair) {
             boxes_multicast(at, halves, 0, row, part_block(part), full(part), 0b11);
           } else {
-            boxes_load(at, halves, 0, row, part_block(part), full(part));
+            box_load(at, halves, 0, row, part_block(part), full(part));
           }
         };
         const int rank = args.pair ? static_cast<int>(cluster_rank()) : -1;

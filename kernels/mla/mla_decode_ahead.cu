@@ -26,7 +26,6 @@
 #include "kernels/mla/mla_kernels.h"
 #include "kernels/mla/rows.cuh"
 #include "kernels/mla/share.cuh"
-#include "kernels/mla/wgmma_turned.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"

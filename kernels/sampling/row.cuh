@@ -47,7 +47,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
-// Of both halves.
+// The larger value of each 16-bit half of a and b, or NaN.
 template <typename Format>
 __device__ __forceinline__ uint32_t max_pairs_or_nan(uint32_t a, uint32_t b) {
   uint32_t larger;
@@ -203,7 +203,7 @@ struct Row {
   __device__ __forceinline__ uint32_t weight(float d) const {
     return __float2uint_rn(exp2_approx(-d * scale) * kUnit);
   }
-  // Of rows without filters: a segment's weight in units of 1 / `unit`, and a token's.
+  // Rows without filters: the weights of a segment and of a token, in units of 1 / `unit`.
   __device__ __forceinline__ uint64_t segment_weight(int segment, float unit) const {
     const float2 pair = segments[segment];
     if (pair.x == -kInfinity) return 0;

@@ -36,16 +36,6 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, uint32_t time
                : "memory");
 }
 
-// Arrives at the barrier that block `rank` of the cluster has at the same address (from
-// shared_address()).
-__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 // `barrier`: from shared_address().
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

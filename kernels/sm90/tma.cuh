@@ -105,6 +105,16 @@ __device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
+// box_load of a tensor of three dimensions, the innermost first.
+__device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int x, int y, int z,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Loads a box to one place of each block of the cluster in `ranks` (a bit each), and signals the
 // barrier of each.
 __device__ __forceinline__ void box_multicast(void* to, const CUtensorMap* map, int column, int row,

@@ -47,9 +47,11 @@ __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
 #define TIERCEL_NAMES_32 \
   TIERCEL_NAMES_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TIERCEL_NAMES_64                                                             \
-  TIERCEL_NAMES_32                                                                   \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+#define TIERCEL_NAMES_48 \
+  TIERCEL_NAMES_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TIERCEL_NAMES_64 \
+  TIERCEL_NAMES_48       \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TIERCEL_NAMES_128                                                                        \
   TIERCEL_NAMES_64                                                                               \
@@ -63,7 +65,8 @@ __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
   TIERCEL_SUMS_4(i), TIERCEL_SUMS_4(i + 4), TIERCEL_SUMS_4(i + 8), TIERCEL_SUMS_4(i + 12)
 #define TIERCEL_SUMS_16 TIERCEL_SUMS_AT(0)
 #define TIERCEL_SUMS_32 TIERCEL_SUMS_16, TIERCEL_SUMS_AT(16)
-#define TIERCEL_SUMS_64 TIERCEL_SUMS_32, TIERCEL_SUMS_AT(32), TIERCEL_SUMS_AT(48)
+#define TIERCEL_SUMS_48 TIERCEL_SUMS_32, TIERCEL_SUMS_AT(32)
+#define TIERCEL_SUMS_64 TIERCEL_SUMS_48, TIERCEL_SUMS_AT(48)
 #define TIERCEL_SUMS_128                                                          \
   TIERCEL_SUMS_64, TIERCEL_SUMS_AT(64), TIERCEL_SUMS_AT(80), TIERCEL_SUMS_AT(96), \
       TIERCEL_SUMS_AT(112)
@@ -77,6 +80,26 @@ __device__ __forceinline__ void wgmma_64(float (&d)[32], uint64_t a, uint64_t b,
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" TIERCEL_NAMES_32 \
       "}, %32, %33, add, 1, 1, 0, 0; }"                                                 \
       : TIERCEL_SUMS_32                                                                 \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+  if constexpr (kBFloat16) {
+    TIERCEL_WGMMA("bf16");
+  } else {
+    TIERCEL_WGMMA("f16");
+  }
+#undef TIERCEL_WGMMA
+}
+
+// d = a b + (add ? d : 0): 64 x 256 of descriptors along 16 of the sum. The results' columns are
+// those of the tile at b, which is turned.
+template <bool kBFloat16>
+__device__ __forceinline__ void wgmma_turned_256(float (&d)[128], uint64_t a, uint64_t b,
+                                                 bool add) {
+#define TIERCEL_WGMMA(type)                                                               \
+  asm volatile(                                                                           \
+      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TIERCEL_NAMES_128 \
+      "}, %128, %129, add, 1, 1, 0, 1; }"                                                 \
+      : TIERCEL_SUMS_128                                                                  \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)))
   if constexpr (kBFloat16) {
     TIERCEL_WGMMA("bf16");
@@ -102,7 +125,7 @@ __device__ __forceinline__ void wgmma_float8_256(float (&d)[128], uint64_t a, ui
 template <bool kBFloat16, bool kTurned, int kCount>
 __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const uint32_t (&a)[4],
                                                      uint64_t b, bool add) {
-  static_assert(kCount == 16 || kCount == 32 || kCount == 64 || kCount == 128);
+  static_assert(kCount == 16 || kCount == 32 || kCount == 48 || kCount == 64 || kCount == 128);
 #define TIERCEL_WGMMA(type, columns, count, a0, a1, a2, a3, at_b, at_add, turned)                \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #at_add                                    \
                ", 0;\n"                                                                          \
@@ -117,6 +140,8 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const u
     TIERCEL_WGMMA(type, 32, 16, 16, 17, 18, 19, 20, 21, 22);          \
   } else if constexpr (kCount == 32) {                                \
     TIERCEL_WGMMA(type, 64, 32, 32, 33, 34, 35, 36, 37, 38);          \
+  } else if constexpr (kCount == 48) {                                \
+    TIERCEL_WGMMA(type, 96, 48, 48, 49, 50, 51, 52, 53, 54);          \
   } else if constexpr (kCount == 64) {                                \
     TIERCEL_WGMMA(type, 128, 64, 64, 65, 66, 67, 68, 69, 70);         \
   } else {                                                            \
@@ -157,12 +182,14 @@ __device__ __forceinline__ void wgmma_float8_from_registers(float (&d)[kCount],
 
 #undef TIERCEL_NAMES_16
 #undef TIERCEL_NAMES_32
+#undef TIERCEL_NAMES_48
 #undef TIERCEL_NAMES_64
 #undef TIERCEL_NAMES_128
 #undef TIERCEL_SUMS_4
 #undef TIERCEL_SUMS_AT
 #undef TIERCEL_SUMS_16
 #undef TIERCEL_SUMS_32
+#undef TIERCEL_SUMS_48
 #undef TIERCEL_SUMS_64
 #undef TIERCEL_SUMS_128
 

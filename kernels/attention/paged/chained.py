@@ -21,7 +21,7 @@ from kernels.attention.paged.kernel import _LN2, PHASES, PagedAttention, begins_
 from kernels.attention.paged.operands import PagedOperands
 
 _LOG2_E = 1.44269504
-# Where the last part begins, which has the rest: that of number kPagedMostFixedParts - 1.
+# The block of keys with which part kPagedMostFixedParts - 1 begins, which has all later keys.
 _LAST_START = PHASES[-1][1] + (254 - PHASES[-1][0] << PHASES[-1][2])
 _VECTOR = 4  # totals that a thread reads or writes at once
 
@@ -35,8 +35,8 @@ class ChainedOperands(PagedOperands):
         self.memory = cute.recast_ptr(storage.o.data_ptr(), dtype=Float32)
 
     def make_sums(self, shape):
-        # Of the tile's totals: logarithms of base 2, and weights; of a part that joins them: its
-        # factor, its weight, and that of the totals so far. Two rows each.
+        # Two rows each. The tile's totals have a logarithm of base 2 and a weight. A part that is
+        # added has a factor, a weight, and the weight of the totals so far.
         names = ("tops", "weights", "inverses", "joining", "kept")
         self.rows = {name: cute.make_rmem_tensor(2, Float32) for name in names}
         # The block whose scores come next, and the parts in the totals.

@@ -15,7 +15,8 @@ inline constexpr int kPagedCombineThreads = 128;
 // In place of a number of keys: parts that grow, as kernel.py has them.
 inline constexpr int kPagedGrowing = -1;
 
-// How many parts that grow have so many keys: of 512 up to key 4096, 1024 up to 8192, then 2048.
+// Returns the number of growing parts of `keys` keys: 512 up to key 4096, 1024 up to 8192, then
+// 2048.
 #ifdef __CUDACC__
 __host__ __device__
 #endif

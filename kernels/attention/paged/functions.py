@@ -19,7 +19,7 @@ _TILES = (
     (128, 2, 128, 2, 2, 2),
     (256, 2, 64, 2, 1, 1),
 )
-# Of chained.py.
+# The only tile for which chained.py is compiled.
 _CHAINED_TILE = (128, 2, 128, 2, 1, 2)
 # A window without limits is no mask.
 _KINDS = (("causal", False), ("window", False), ("window", True))

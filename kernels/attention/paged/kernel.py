@@ -89,9 +89,8 @@ class Paged(NamedTuple):
     page_bits: Int32  # log2 of a page's keys
     page_rows: Int32  # rows of the maps from a page to the next
     last_page: Int32
-    part_blocks: (
-        Int32  # blocks of keys of a part, a power of two; GROWING; 0: even shares of `parts`
-    )
+    # Blocks of keys of a part, a power of two; GROWING; 0: even shares of `parts`.
+    part_blocks: Int32
     least_parts: Int32  # the fewest that give each block of threads a tile; `parts` is the most
     copy_rows: Int32
     copies: Int32  # of a block of keys
@@ -633,7 +632,7 @@ def growing_start(part):
 
 
 def growing_parts(blocks):
-    """How many parts that grow have so many blocks."""
+    """Returns the number of growing parts that `blocks` blocks of keys make."""
     parts = Int32(0)
     for (_, first, bits), behind in zip(PHASES, (*PHASES[1:], None), strict=True):
         within = cutlass.max(blocks - first, 0)

@@ -40,16 +40,6 @@ constexpr int kPieces = 2;  // of 128 columns, of a warpgroup's 256: ptxas gives
                             // them no more registers than the launch has
 static_assert(kWideStep == kMlaStep && kWideRows == kMlaRows);
 
-// box_load of tma.cuh, of a cache's [rows, heads, columns].
-__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, int column, int head,
-                                         int row, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(head), "r"(row), "r"(shared_address(barrier))
-      : "memory");
-}
-
 // Addresses in shared memory. Halves 0 and 1 are of keys, 2 and 3 of values.
 struct WideMemory {
   uint32_t base;
@@ -246,7 +236,7 @@ __device__ __forceinline__ void load_boxes(const PagedWideArgs& args, const CUte
       __syncwarp();
 #pragma unroll 1
       for (int at = 0; loads && at < kHalfBlocks; ++at) {
-        load_box(to + at * kBlock, map, column + at * 64, tile.kv_head, row, full);
+        box_load(to + at * kBlock, map, column + at * 64, tile.kv_head, row, full);
       }
       __syncwarp();
     }
