@@ -114,6 +114,7 @@ def _flashinfer_batch(case: Any, inputs: dict[str, Any]) -> Launch:
 
     def prepare() -> Any:
         wrapper = flashinfer.module().BatchAttention("NHD")
+        wrapper.float_workspace_buffer = flashinfer.workspace(q.device)
         wrapper.plan(
             *(starts, firsts.to(q.device), indices, used),
             *(q.shape[1], k.shape[2], d, d, case["page"]),
