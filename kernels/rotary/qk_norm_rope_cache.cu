@@ -106,6 +106,29 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
       prefetch_line(args.positions, blockIdx.x, cache.tokens * (args.wide_positions ? 8 : 4));
       prefetch_line(cache.slots, blockIdx.x, cache.tokens * (cache.wide_slots ? 8 : 4));
     }
+    if (args.hints) {
+      if (turns) {  // by a position that the kernel before may still write
+        Integer early;
+        early.load(args.positions, token, args.wide_positions);
+        const uint64_t row = early.clamped(args.wide_positions, args.last_position);
+        const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kVector;
+        const int bytes = args.wide_angles ? 4 : Element::kBytes;
+        prefetch_l2(args.angles + at * bytes);
+        prefetch_l2(args.angles + (at + args.rotated / 2) * bytes);
+      }
+      if (blockIdx.x < 8) {
+        const char* const weights[] = {args.q_weight, args.k_weight};
+        const bool wide[] = {args.wide_q_weight, args.wide_k_weight};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (weights[i] == nullptr) continue;
+#pragma unroll
+          for (int p = 0; p < 2; ++p) {
+            if (has[p]) prefetch_l2(weights[i] + offsets[p] * (wide[i] ? 4 : Element::kBytes));
+          }
+        }
+      }
+    }
   }
   grid_dependency_wait_and_launch(args.early_launch);
 
