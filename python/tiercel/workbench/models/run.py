@@ -309,6 +309,8 @@ class Timer:
         """The kernels, copies and fills of a step on the GPU."""
         if not self._gpu:
             return None
+        # Otherwise the profiler stays attached and slows all later launches, those of the next way.
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             function()
