@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/linear/linear_act.h"
 
-#include <cstdlib>
 #include <string>
 
 #include "kernels/linear/linear_act_kernels.h"
@@ -203,24 +202,6 @@ int32_t scale_step(const TensorView* scale, LinearKind kind) {
 
 const void* data(const TensorView* tensor) { return tensor == nullptr ? nullptr : tensor->data; }
 
-struct Ahead {
-  int32_t most, nanoseconds;
-};
-
-// Steps of w that a block brings to the L2 while it waits.
-Ahead steps_ahead(const LinearProblem& problem, const LinearActChoice& choice) {
-  const char* rows = std::getenv("TIERCEL_AHEAD_ROWS");
-  const char* bytes = std::getenv("TIERCEL_AHEAD_MB");
-  const char* rate = std::getenv("TIERCEL_AHEAD_RATE");
-  if (bytes == nullptr || problem.m > (rows == nullptr ? 16 : std::atoi(rows))) return {0, 0};
-  if (std::getenv("TIERCEL_AHEAD_SQUARE") != nullptr && problem.n != problem.k) return {0, 0};
-  const LinearActVariant& v = choice.kernel->variant;
-  const double step = 128.0 * v.tile_n, blocks = choice.blocks;
-  const double most = std::atof(bytes) * 1e6 / (step * blocks);
-  return {static_cast<int32_t>(most),
-          static_cast<int32_t>(step * blocks / (std::atof(rate) * 1e3))};
-}
-
 Status launch(const LinearProblem& problem, const LinearActCall& call, const char* op,
               void* stream) {
   const int device = call.x->device_index;
@@ -262,11 +243,8 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
     const void* y = call.y->data;
     const void* sums = data(call.sums);
     config.cluster.x = static_cast<uint32_t>(choice.splits);
-    const Ahead steps = steps_ahead(problem, choice);
-    int32_t ahead = steps.most, pace = steps.nanoseconds;
-    void* args[] = {&x_map, &w_map, &bias,   &residual, &x_scale, &w_scale, &y,      &sums,      &m,
-                    &n,     &k,     &rows,   &x_step,   &w_step,  &ahead,   &pace,   &across,
-                    &activation};
+    void* args[] = {&x_map, &w_map, &bias, &residual, &x_scale, &w_scale, &y,      &sums,
+                    &m,     &n,     &k,    &rows,     &x_step,  &w_step,  &across, &activation};
     return kernel.kernel.launch(config, device, stream, args);
   }
   TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[2], *call.y, op, "out", &y_map));

@@ -92,8 +92,8 @@ class LinearActSplitK:
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            # Two barriers, and behind them the stages' scales.
-            received: cute.struct.MemRange[cutlass.Int64, 2 + self.scale_words]
+            # One barrier, and behind it the stages' scales.
+            received: cute.struct.MemRange[cutlass.Int64, 1 + self.scale_words]
 
         return Storage
 
@@ -103,7 +103,7 @@ class LinearActSplitK:
         # Of all rows, and of those that fill up the last block's share.
         sums = (self.tile_m + MOST_SPLITS - 1) * (self.tile_n + PAD)
         assert ring >= sums * 4, "no room for the partial sums"
-        return round_up(ring + self.stages * 16 + 16 + self.scale_words * 8)
+        return round_up(ring + self.stages * 16 + 8 + self.scale_words * 8)
 
     @cute.jit
     def __call__(
@@ -122,8 +122,6 @@ class LinearActSplitK:
         rows: Int32,
         x_step: Int32,
         w_step: Int32,
-        ahead: Int32,
-        pace: Int32,
         splits: Int32,
         *more,
     ):
@@ -146,7 +144,7 @@ class LinearActSplitK:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             *(tma_x, tma_w, bias, residual, x_scale, w_scale, y, sums),
-            *(m, n, k, rows, x_step, w_step, ahead, pace),
+            *(m, n, k, rows, x_step, w_step),
             BlockScales(*of_blocks) if const_expr(self.blocks) else None,
         ).launch(
             grid=(blocks, 1, 1),
@@ -174,8 +172,6 @@ class LinearActSplitK:
         rows: Int32,  # of a tile
         x_step: Int32,  # of scales: 0 for one of all
         w_step: Int32,
-        ahead: Int32,  # steps of w that a block may bring to the L2 while it waits
-        pace: Int32,  # nanoseconds from one to the next
         of_blocks: BlockScales | None,
     ):
         x_layout, w_layout = self.smem_layouts()
@@ -191,11 +187,9 @@ class LinearActSplitK:
         sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         received = storage.received.data_ptr()
-        waited = received + 1  # for the kernel before
-        stage_scales = cute.recast_ptr(received + 2, dtype=Float32)
+        stage_scales = cute.recast_ptr(received + 1, dtype=Float32)
         if thread == 0:
             cute.arch.mbarrier_init(received, 5)  # warps: the loader and those that multiply
-            cute.arch.mbarrier_init(waited, 1)
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=self.stages,
@@ -230,20 +224,7 @@ class LinearActSplitK:
             if bias.toint() != 0:
                 for p in cutlass.range_constexpr(self.parts):
                     _prefetch(bias + p * n + my_column)
-        if warp_index == 1:
-            most = cutlass.min(first + ahead, last)
-            next_step = first + AHEAD
-            while next_step < most:
-                with cute.arch.elect_one():
-                    for part in cutlass.range_constexpr(self.parts):
-                        cute.prefetch(tma_w, from_w[part][None, column, next_step])
-                next_step = next_step + 1
-                if _is_over(waited, pace):
-                    next_step = most
         cute.arch.griddepcontrol_wait()
-        if warp_index == 2:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(waited)
 
         biases = cute.make_rmem_tensor((VECTOR, self.parts), self.out_dtype)
         biases.fill(0.0)
@@ -468,18 +449,6 @@ class LinearActSplitK:
 def _prefetch(pointer):
     """To the L2, where all writes of the kernel before meet: this is no read."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer.toint()])
-
-
-def _is_over(barrier, nanoseconds):
-    """Sleeps; whether the barrier's first phase is over."""
-    over = cute.arch.inline_ptx(
-        "{ .reg .pred over; nanosleep.u32 {$r1}; "
-        "mbarrier.test_wait.parity.shared::cta.b64 over, [{$r0}], 0; "
-        "selp.b32 {$w0}, 1, 0, over; }",
-        write_only_types=[Int32],
-        read_only_args=[barrier.toint(), nanoseconds],
-    )
-    return over != 0
 
 
 def _send(place, pair, counter):

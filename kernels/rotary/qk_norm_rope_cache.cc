@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/rotary/qk_norm_rope_cache.h"
 
-#include <cstdlib>
 #include <algorithm>
 #include <string>
 
@@ -188,7 +187,6 @@ Status prepare(const QkNormRopeCacheCall& t, QkNormRopeCacheArgs* args, Choice* 
   while (lanes < places) lanes *= 2;
   TIERCEL_RETURN_IF_ERROR(choose(*args, *t.q, t.interleaved, lanes, choice));
   args->cache.prefetch_blocks = resident_blocks(choice->block) / 2;  // as for kv_cache_write
-  args->hints = std::getenv("TIERCEL_ROPE_HINTS") != nullptr;
   args->early_launch = launches_early(int64_t{choice->grid.x} * choice->grid.y);
   return Status();
 }

@@ -108,7 +108,6 @@ struct QkNormRopeCacheArgs {
   bool wide_angles;     // float32
   bool wide_q_weight;
   bool wide_k_weight;
-  bool hints;
   bool early_launch;  // see grid_dependency_wait_and_launch()
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/attention/decode/decode.h"
 
-#include <cstdlib>
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -419,8 +418,6 @@ Status DecodeLaunch::run(float* workspace, void* stream) {
   config.cluster.x = static_cast<unsigned>(std::max(choice_.split.cluster, 1));
   config.dependent = true;
   args_.early_launch = launches_early(config.grid.x);
-  const char* hints = std::getenv("TIERCEL_DECODE_HINTS");
-  args_.hints = hints == nullptr ? 0 : std::atoi(hints);
   void* pointers[] = {&args_};
   TIERCEL_RETURN_IF_ERROR(choice_.kernel->kernel.launch(config, device_, stream, pointers));
   if (choice_.combined == 0) return Status();

@@ -439,61 +439,13 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
   }
 }
 
-// A word that the kernel before may still write, for a hint.
-__device__ __forceinline__ int32_t read_early(const int32_t* list, int step, int index) {
-  int32_t value;
-  const char* const address = reinterpret_cast<const char*>(list) + int64_t{index} * step;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address));
-  return value;
-}
-
-// Brings a cluster's first keys and values to the L2, by a page table and a length that the kernel
-// before may still write.
-template <typename Shape>
-__device__ __forceinline__ void bring_keys(const DecodeArgs& args, const Tile& tile, int first,
-                                           int stride) {
-  const int32_t* const table = table_of(args, tile.b);
-  const int length = min(read_early(args.lengths, args.length_step, tile.b), args.capacity);
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int i = 0; i < 8; ++i) {
-    const int step = first + i * stride;
-    if (step * Shape::kStep >= length) return;
-#pragma unroll
-    for (int r = lane; r < 2 * Shape::kStep; r += 32) {
-      const bool is_value = r >= Shape::kStep;
-      const int key = step * Shape::kStep + r % Shape::kStep;
-      if (key >= length) continue;
-      const auto entry =
-          static_cast<uint32_t>(read_early(table, args.table_step, key >> args.page_bits));
-      if (args.hints < 2) continue;
-      const int64_t page = min(entry, static_cast<uint32_t>(args.last_page));
-      const int64_t place = key & ((1 << args.page_bits) - 1);
-      const DecodeStrides& strides = is_value ? args.v_strides : args.k_strides;
-      const char* const row = (is_value ? args.v : args.k) + tile.head * strides.head +
-                              page * strides.page + place * strides.place;
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row),
-                   "r"(args.d * Shape::kElement));
-    }
-  }
-}
-
 template <typename Shape, int kResidents>
 __global__ void __launch_bounds__(Shape::kThreads, kResidents)
     decode_attention(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   DecodeShared<Shape>& shared = *reinterpret_cast<DecodeShared<Shape>*>(dynamic_shared);
   ShareCursor& cursor = shared.cursor;
-  if (args.early_launch) grid_dependency_launch();
-  if (!Shape::kSpread && args.hints > 0 && args.left < 0) {
-    const int blocks = cluster_blocks();
-    const int index = blockIdx.x / blocks, heads = index / args.row_blocks;
-    const int first = (blocks > 1 ? cluster_rank() : 0) * Shape::kWarps + threadIdx.x / 32;
-    bring_keys<Shape>(args, {heads / args.kv_heads, heads % args.kv_heads, 0}, first,
-                      blocks * Shape::kWarps);
-  }
-  grid_dependency_wait();
-  if (!args.early_launch) grid_dependency_launch();
+  grid_dependency_wait_and_launch(args.early_launch);
 
   bool others = args.starts != nullptr;  // to be cleared
   const uint32_t blocks = Shape::kSpread ? 1 : cluster_blocks();

@@ -93,7 +93,6 @@ struct DecodeArgs {
   bool v_scale_per_head;
   bool by_tile;
   bool early_launch;    // see grid_dependency_wait_and_launch()
-  int32_t hints;        // for a measurement: 1 the page table, 2 keys and values too
   int32_t tree_step;    // from a row's word to the next, in bytes
   const int64_t* tree;  // [rows of q] or null; bit j: the row sees new token j of its sequence
 };

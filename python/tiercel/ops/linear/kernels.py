@@ -114,8 +114,6 @@ def _launch_compiled(call: Call, plans: bool) -> Any:
         w_scale=None,
         x_step=0,
         w_step=0,
-        ahead=0,
-        pace=0,
         rows=plan["rows"],
         splits=plan["splits"],
         blocks=plan["grid"],

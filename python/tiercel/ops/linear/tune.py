@@ -184,8 +184,7 @@ def _compiled_launch(problem: Problem, c: Candidate) -> Callable[[Any, Any], Non
         boxes = {"x": (place["rows"], _TILE_K)} if c["split_k"] else None
         tensors = {"x": inputs["x"], "w": inputs["weight"], "bias": inputs["bias"], "y": out}
         none = {"residual": None, "x_scale": None, "w_scale": None}
-        none |= {"sums": None if c["split_k"] else out}
-        none |= dict.fromkeys(("save", "x_step", "w_step", "ahead", "pace"), 0)
+        none |= {"sums": None if c["split_k"] else out, "save": 0, "x_step": 0, "w_step": 0}
         kernel(boxes=boxes, **tensors, **none, m=m, n=problem["N"], k=problem["K"], **place)
 
     return launch
