@@ -190,3 +190,12 @@ def test_a_module_that_cannot_be_compiled_here_is_unsupported(monkeypatch):
     monkeypatch.setattr(Prefill, "plan", plan)
     with pytest.raises(Unsupported, match=r"^Ninja build failed\.$"):
         prepared("flashinfer", "paged_attention", **MIXED)[-1]()
+
+
+def test_a_fault_of_the_gpu_is_not(monkeypatch):
+    def plan(self, *args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Prefill, "plan", plan)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepared("flashinfer", "paged_attention", **MIXED)[-1]()

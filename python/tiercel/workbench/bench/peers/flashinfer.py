@@ -43,9 +43,13 @@ def pages(table: Any, used: Sequence[int], page: int) -> tuple[Any, Any, Any]:
 
 def launch(prepare: Callable[[], Callable[[], tuple[Any, ...]]], exact: bool = True) -> Launch:
     """Plans and calls it once; what it says to sizes that it does not take is Unsupported."""
+    import torch
+
     try:
         run = prepare()
         run()
+    except (torch.AcceleratorError, torch.OutOfMemoryError):  # RuntimeErrors, but of the GPU
+        raise
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise Unsupported(text[0]) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's samplers behind a softmax of PyTorch, as vLLM and SGLang call them."""
+"""FlashInfer's samplers behind a softmax of PyTorch, as vLLM calls them."""
 
 from __future__ import annotations
 
