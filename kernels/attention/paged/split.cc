@@ -2,6 +2,7 @@
 #include "kernels/attention/paged/split.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "kernels/sm90/math.h"
 
@@ -15,7 +16,7 @@ constexpr double kBytesOfAStep = 6.0e6;  // of partial results, written and read
 constexpr double kWorthwhile = 0.95;     // of the time with fewer parts
 constexpr int64_t kLeastSteps = 2;       // of a part
 
-constexpr int64_t kMostFloats = int64_t{1} << 26;  // of a workspace of fixed parts: 256 MiB
+constexpr int64_t kMostFloats = int64_t{1} << 26;  // of fixed parts or of copies: 256 MiB
 constexpr int64_t kMostItems = int64_t{1} << 30;   // tiles and parts of a launch
 
 double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multiprocessors) {
@@ -25,7 +26,28 @@ double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multipro
   return time + kCombine + 2.0 * static_cast<double>(load.result_bytes * parts) / kBytesOfAStep;
 }
 
+// In microseconds: what a step takes longer that widens 128 columns of keys and values; a launch;
+// the time of a float of copies, which has two elements of three bytes to move.
+constexpr double kWidening = 0.5;
+constexpr double kLaunch = 3.0;
+constexpr double kFloat = 6.0 / 4.0e6;
+
 }  // namespace
+
+double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors) {
+  const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
+  return time_of(load, steps, parts, multiprocessors);
+}
+
+int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t heads) {
+  const int64_t at_once = std::min(heads, kMostFloats / std::max<int64_t>(floats, 1));
+  if (at_once == 0) return 0;
+  const char* forced = std::getenv("TIERCEL_PAGED_WIDEN");
+  if (forced != nullptr) return forced[0] == '1' ? at_once : 0;
+  const double launches = static_cast<double>(ceil_div(heads, at_once));
+  const double copied = launches * kLaunch + static_cast<double>(floats * heads) * kFloat;
+  return steps * kWidening * static_cast<double>(d) / 128.0 > copied ? at_once : 0;
+}
 
 int64_t paged_parts(const PagedLoad& load, int multiprocessors) {
   const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
@@ -46,9 +68,7 @@ int64_t paged_fixed_parts(int64_t keys, int64_t span) {
 
 bool paged_chains(const PagedLoad& load, int64_t parts, int multiprocessors) {
   if (parts == 1) return false;
-  const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
-  const double chained = time_of(load, steps, 1, multiprocessors);
-  return chained < time_of(load, steps, parts, multiprocessors);
+  return paged_time(load, 1, multiprocessors) < paged_time(load, parts, multiprocessors);
 }
 
 int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts) {
