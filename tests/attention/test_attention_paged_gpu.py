@@ -161,9 +161,7 @@ def test_copies_of_a_float8_cache(page, d, dtype):
     factors = torch.linspace(0.5, 1.5, 8, device="cuda")
     scales = {"k_scale": factors, "v_scale": factors.flip(0)}
     out, lse = tiercel.paged_attention(q, *narrow, *rest, **most, **scales)
-    truth = tiercel.ref.paged_attention(
-        *wide((q, *narrow, *rest)), return_lse=True, **scales
-    )
+    truth = tiercel.ref.paged_attention(*wide((q, *narrow, *rest)), return_lse=True, **scales)
     assert_close(out, lse, *truth)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""paged_attention on the emulator: a float8 cache that is copied to 16 bits before tiles read it."""
+"""paged_attention on the emulator: float8 caches copied to 16 bits before tiles read them."""
 
 import pytest
 import torch

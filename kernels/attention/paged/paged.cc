@@ -615,8 +615,8 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
     DecodePlan of;
     const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
     if (status.ok()) {
-      *plan = {of.kernel,  of.combine, "none",  of.rows,  of.step, static_cast<int>(call.max_q), 1,
-               of.cluster, of.grid,    of.block, 0,        of.workspace};
+      *plan = {of.kernel, of.combine, "none",  of.rows,  of.step, static_cast<int>(call.max_q),
+               1,         of.cluster, of.grid, of.block, 0,       of.workspace};
       return status;
     }
     if (status.code() != StatusCode::kUnimplemented) return status;

@@ -2,9 +2,9 @@
 // paged_widen: a float8 cache's keys and values in 16 bits, in pages of 128 keys, and the table of
 // those pages. Conversion is exact.
 //
-// A block has the keys or the values of a page and a head, a thread 8 columns of 8 rows. It reads the
-// page table for all of its rows, then the rows, then stores 16 bytes of each: so latencies overlap.
-// Bound: reads of one byte and writes of two for each element.
+// A block has the keys or the values of a page and a head, a thread 8 columns of 8 rows. It reads
+// the page table for all of its rows, then the rows, then stores 16 bytes of each: so latencies
+// overlap. Bound: reads of one byte and writes of two for each element.
 #include <cstdint>
 
 #include "kernels/attention/paged/widen.h"
@@ -31,7 +31,7 @@ __device__ __forceinline__ int64_t row_of(const PagedWidenArgs& args, int page, 
 }
 
 template <typename Format>
-__global__ void __launch_bounds__(kRows * kPagedWidenLanes)
+__global__ void __launch_bounds__(kRows* kPagedWidenLanes)
     paged_widen(const __grid_constant__ PagedWidenArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kRows * kPagedWidenLanes)
 }
 
 const PagedWidenKernel kKernels[] = {
-    {DType::kBFloat16, Kernel("paged_widen<BFloat16>",
-                              reinterpret_cast<const void*>(paged_widen<BFloat16>))},
+    {DType::kBFloat16,
+     Kernel("paged_widen<BFloat16>", reinterpret_cast<const void*>(paged_widen<BFloat16>))},
     {DType::kFloat16,
      Kernel("paged_widen<Float16>", reinterpret_cast<const void*>(paged_widen<Float16>))},
 };

@@ -45,12 +45,13 @@ class WidenedCache {
     int64_t shape[4], strides[4];
   };
 
-  void set(DType dtype, std::initializer_list<int64_t> shape, std::initializer_list<int64_t> strides,
-           void* data, View* own) const {
+  void set(DType dtype, std::initializer_list<int64_t> shape,
+           std::initializer_list<int64_t> strides, void* data, View* own) const {
     std::copy(shape.begin(), shape.end(), own->shape);
     std::copy(strides.begin(), strides.end(), own->strides);
-    own->view = {data,       dtype,        DeviceType::kCUDA, device_,
-                 static_cast<int32_t>(shape.size()), own->shape,   own->strides};
+    own->view = {
+        data,       dtype,       DeviceType::kCUDA, device_, static_cast<int32_t>(shape.size()),
+        own->shape, own->strides};
   }
 
   int device_;
