@@ -2,6 +2,7 @@
 #include "kernels/attention/backward/backward.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <iterator>
 #include <string>
@@ -206,6 +207,10 @@ Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiproc
     const int64_t head = std::max<int64_t>(rows, 1) * variant.tile_d * 8;
     const int64_t band = kL2Bytes / (head * (problem.heads / problem.kv_heads));
     choice.band = static_cast<int>(std::clamp<int64_t>(band, 1, pairs));
+    const char* forced = std::getenv("TIERCEL_BACKWARD_BAND");
+    if (forced != nullptr) {
+      choice.band = static_cast<int>(std::clamp<int64_t>(std::atoi(forced), 1, pairs));
+    }
   }
   choice.descending = problem.growing && deterministic;
   return choice;
