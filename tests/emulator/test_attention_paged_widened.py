@@ -84,12 +84,12 @@ def test_each_number_is_widened_exactly(dtype):
 def test_heads_one_after_the_other():
     """Where the copies of all heads would be too large."""
     q, k, v, table, *rest = make_float8([(150, 210), (20, 300)], d=128, page=256)
-    room = torch.full((2, 600), -1, dtype=torch.int32)
+    room = torch.full((2, 1100), -1, dtype=torch.int32)
     room[:, : table.shape[1]] = table
     given = (q, k, v, room, *rest)
     whole = plan((q, k, v, table, *rest))
     assert whole["grid"] == 1 and plan(given)["widen"] == whole["widen"]
-    assert whole["workspace"] < plan(given)["workspace"] < 1 << 26
+    assert whole["workspace"] < plan(given)["workspace"] < 1 << 27
     check(given, torch.tensor([-torch.inf, 0.0, 5.0, 2.0]), **SCALES)
 
 

@@ -35,7 +35,7 @@ constexpr int64_t kVector = 8;         // elements of out in 16 bytes
 constexpr int64_t kMostOfTiles = 256;  // head dimension of kernel.py; paged_wide.cu has the rest
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
-constexpr int64_t kMostGridRows = 65535;
+constexpr int64_t kMostGrid = 65535;   // blocks in the second and third dimension
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
@@ -389,7 +389,10 @@ PagedWidenSizes widen_sizes(const PagedAttentionCall& call) {
 // copied.
 int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
   PagedWidenSizes sizes = widen_sizes(call);
-  if (call.options.left >= 0 || sizes.pages() > kMostGridRows) return 0;
+  if (call.options.left >= 0 || sizes.columns > kMostGrid ||
+      sizes.batch > kMostGrid) {
+    return 0;
+  }
   sizes.kv_heads = 1;
   return paged_widened_heads(steps, choice.d, sizes.floats(), call.k_cache->shape[2]);
 }
@@ -421,7 +424,10 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
     choice->combined = choice->parts > 1;
     choice->heads = kv_heads;
     if (is_float8(*call.k_cache)) {
-      const double steps = paged_time(load, choice->parts, multiprocessors);
+      // Under a causal mask a sequence's first new token sees fewer keys than the last one.
+      const double hidden = options.right >= 0 ? std::min(call.max_q, load.keys) / 2 : 0;
+      const double seen = 1.0 - hidden / static_cast<double>(std::max<int64_t>(load.keys, 1));
+      const double steps = seen * paged_time(load, choice->parts, multiprocessors);
       choice->widened = widened_heads(call, *choice, steps);
     }
   }
@@ -513,17 +519,16 @@ void set_widen(const PagedAttentionCall& call, const PagedWidenSizes& sizes, Pag
   const PagedCache* caches[] = {&k, &v};
   for (int i = 0; i < 2; ++i) {
     const TensorView& rows = caches[i]->rows;
-    a->caches[i] = {static_cast<const char*>(rows.data), rows.strides[0], rows.strides[1], nullptr};
+    a->caches[i] = {static_cast<const char*>(rows.data), rows.strides[1], nullptr,
+                    narrow(rows.strides[0])};
   }
   a->table = static_cast<const char*>(table.data);
   a->lengths = static_cast<const char*>(lengths.data);
   a->table_row = sizes.batch > 1 ? table.strides[0] * 4 : 0;
   a->table_step = step_of(table);
   a->length_step = step_of(lengths);
-  a->columns = narrow(sizes.columns);
-  a->capacity = narrow(sizes.capacity);
+  a->capacity = narrow(std::max<int64_t>(sizes.capacity, 1));
   a->kv_heads = narrow(sizes.kv_heads);
-  a->vectors = narrow(sizes.d / kPagedWidenElements);
   while ((int64_t{1} << a->page_bits) < call.k_cache->shape[1]) ++a->page_bits;
   a->page_rows = narrow(k.page_rows);
   a->last_page = narrow(call.k_cache->shape[0] - 1);
@@ -715,8 +720,9 @@ Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
   w.caches[1].to = static_cast<char*>(v.rows.data);
   w.pages = static_cast<int32_t*>(copies.table().data);
   LaunchConfig config;
-  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(copies_.pages())};
-  config.block = {static_cast<unsigned>(w.vectors), kPagedWidenRows};
+  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(copies_.columns),
+                 static_cast<unsigned>(copies_.batch)};
+  config.block = {static_cast<unsigned>(copies_.d / (2 * kPagedWidenElements)), kPagedWidenRows};
   config.dependent = true;
   void* pointers[] = {&w};
   return widen_->kernel.launch(config, device_, stream, pointers);

@@ -16,7 +16,7 @@ constexpr double kBytesOfAStep = 6.0e6;  // of partial results, written and read
 constexpr double kWorthwhile = 0.95;     // of the time with fewer parts
 constexpr int64_t kLeastSteps = 2;       // of a part
 
-constexpr int64_t kMostFloats = int64_t{1} << 26;  // of fixed parts or of copies: 256 MiB
+constexpr int64_t kMostFloats = int64_t{1} << 26;  // of a workspace of fixed parts: 256 MiB
 constexpr int64_t kMostItems = int64_t{1} << 30;   // tiles and parts of a launch
 
 double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multiprocessors) {
@@ -26,10 +26,12 @@ double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multipro
   return time + kCombine + 2.0 * static_cast<double>(load.result_bytes * parts) / kBytesOfAStep;
 }
 
-// In microseconds: what a step takes longer that widens 128 columns of keys and values; a launch;
-// the time of a float of copies, which has two elements of three bytes to move.
-constexpr double kWidening = 0.5;
-constexpr double kLaunch = 3.0;
+constexpr int64_t kMostCopied = int64_t{1} << 27;  // floats of copies: 512 MiB
+
+// In microseconds: what a step takes longer that widens its keys and values, of 128 columns and of
+// 64; launches of a slice of heads; the time of a float of copies, two elements of three bytes.
+constexpr double kWidening[] = {0.9, 0.3};
+constexpr double kSlice = 5.0;
 constexpr double kFloat = 6.0 / 4.0e6;
 
 }  // namespace
@@ -40,13 +42,14 @@ double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors) {
 }
 
 int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t heads) {
-  const int64_t at_once = std::min(heads, kMostFloats / std::max<int64_t>(floats, 1));
-  if (at_once == 0) return 0;
+  const int64_t most = kMostCopied / floats;
+  if (most == 0) return 0;
+  const int64_t slices = ceil_div(heads, most), at_once = ceil_div(heads, slices);
   const char* forced = std::getenv("TIERCEL_PAGED_WIDEN");
   if (forced != nullptr) return forced[0] == '1' ? at_once : 0;
-  const double launches = static_cast<double>(ceil_div(heads, at_once));
-  const double copied = launches * kLaunch + static_cast<double>(floats * heads) * kFloat;
-  return steps * kWidening * static_cast<double>(d) / 128.0 > copied ? at_once : 0;
+  const double copied =
+      static_cast<double>(slices) * kSlice + static_cast<double>(floats * heads) * kFloat;
+  return steps * kWidening[d <= 64] > copied ? at_once : 0;
 }
 
 int64_t paged_parts(const PagedLoad& load, int multiprocessors) {

@@ -11,12 +11,13 @@
 namespace tiercel {
 
 inline constexpr int kPagedWidenPlaces = 128;  // of a page of the copies
-inline constexpr int kPagedWidenRows = 16;     // that a block loads at once
 inline constexpr int kPagedWidenElements = 8;  // of a load
-inline constexpr int kPagedWidenLanes = 16;    // for a row, at most
+inline constexpr int kPagedWidenRows = 32;     // that a block has at once
+inline constexpr int kPagedWidenLanes = 8;     // of a row, at most: a lane loads from both halves
 
 // A block has the keys or the values of a page and a head: blockIdx.x is the head of one or the
-// other, blockIdx.y the page, threadIdx.x the load of a row, threadIdx.y the row.
+// other, blockIdx.y the page of sequence blockIdx.z, threadIdx.x the load of half a row, threadIdx.y
+// the row.
 
 // The copies of a call's keys and values, behind each other, and behind them their page table.
 struct PagedWidenSizes {
@@ -36,8 +37,9 @@ struct PagedWidenArgs {
   // Of keys and of values. A page of the copies has heads before places.
   struct Cache {
     const char* from;
-    int64_t row, head;  // from one to the next, in bytes
+    int64_t head;  // from one to the next, in bytes
     char* to;
+    int32_t row;  // from one to the next, in bytes
   };
   Cache caches[2];
   const char* table;    // of the float8 cache
@@ -46,10 +48,8 @@ struct PagedWidenArgs {
   int64_t table_row;    // from a sequence's pages to the next one's, in bytes
   int32_t table_step;   // from a page to the next, in bytes
   int32_t length_step;
-  int32_t columns;   // pages of a sequence, of the copies
-  int32_t capacity;  // keys of a sequence, at most
+  int32_t capacity;  // keys of a sequence, at most; not 0
   int32_t kv_heads;
-  int32_t vectors;    // loads of a row
   int32_t page_bits;  // log2 of the keys of a page of the cache
   int32_t page_rows;  // from a page to the next
   int32_t last_page;
