@@ -181,8 +181,8 @@ struct Choice {
   }
 };
 
-// The size of equal sections of `count` things, at least `least` of them; or of sections of which the
-// last one is smaller, if equal ones were more than twice as large. The longest tiles of a last
+// The size of equal sections of `count` things, at least `least` of them; or of sections of which
+// the last one is smaller, if equal ones were more than twice as large. The longest tiles of a last
 // section that is small would end after all others.
 int64_t equal_share(int64_t count, int64_t least) {
   const int64_t most = std::max<int64_t>(count / std::max<int64_t>(least, 1), 1);

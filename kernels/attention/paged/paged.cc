@@ -368,29 +368,11 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
   return Status();
 }
 
-int64_t most_keys(const PagedAttentionCall& call) {
-  const int64_t capacity = call.page_table->shape[1] * call.k_cache->shape[1];
-  return call.max_keys >= 0 ? std::min(capacity, call.max_keys) : capacity;
-}
-
-PagedWidenSizes widen_sizes(const PagedAttentionCall& call) {
-  PagedWidenSizes sizes;
-  sizes.batch = call.page_table->shape[0];
-  sizes.capacity = most_keys(call);
-  sizes.columns = std::max<int64_t>(ceil_div(sizes.capacity, int64_t{kPagedWidenPlaces}), 1);
-  sizes.kv_heads = call.k_cache->shape[2];
-  sizes.d = call.q->shape[2];
-  sizes.dtype = call.q->dtype;
-  sizes.device = call.q->device_index;
-  return sizes;
-}
-
 // 0 where the tiles widen what they read. A window may leave out most keys, which all would be
 // copied.
 int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
   PagedWidenSizes sizes = widen_sizes(call);
-  if (call.options.left >= 0 || sizes.columns > kMostGrid ||
-      sizes.batch > kMostGrid) {
+  if (call.options.left >= 0 || sizes.columns > kMostGrid || sizes.batch > kMostGrid) {
     return 0;
   }
   sizes.kv_heads = 1;
@@ -434,12 +416,6 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   const int64_t items = choice->tiles * choice->heads * choice->parts;
   choice->blocks = static_cast<unsigned>(std::min<int64_t>(items, multiprocessors));
   return Status();
-}
-
-// The stride of an int32 tensor's last dimension, in bytes.
-int32_t step_of(const TensorView& view) {
-  const int last = view.ndim - 1;
-  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
 }
 
 // The factors of stored keys or values, and the step from a head's to the next.
@@ -512,28 +488,6 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   set_copies(choice, k, v, a);
 }
 
-// The copies' places are set when they are known.
-void set_widen(const PagedAttentionCall& call, const PagedWidenSizes& sizes, PagedWidenArgs* a) {
-  const TensorView &table = *call.page_table, &lengths = *call.seqused_k;
-  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
-  const PagedCache* caches[] = {&k, &v};
-  for (int i = 0; i < 2; ++i) {
-    const TensorView& rows = caches[i]->rows;
-    a->caches[i] = {static_cast<const char*>(rows.data), rows.strides[1], nullptr,
-                    narrow(rows.strides[0])};
-  }
-  a->table = static_cast<const char*>(table.data);
-  a->lengths = static_cast<const char*>(lengths.data);
-  a->table_row = sizes.batch > 1 ? table.strides[0] * 4 : 0;
-  a->table_step = step_of(table);
-  a->length_step = step_of(lengths);
-  a->capacity = narrow(std::max<int64_t>(sizes.capacity, 1));
-  a->kv_heads = narrow(sizes.kv_heads);
-  while ((int64_t{1} << a->page_bits) < call.k_cache->shape[1]) ++a->page_bits;
-  a->page_rows = narrow(k.page_rows);
-  a->last_page = narrow(call.k_cache->shape[0] - 1);
-}
-
 void set_combine(const PagedAttentionCall& call, const Choice& choice,
                  const AttentionPagedArguments& of_parts, PagedCombineArgs* a) {
   const TensorView &q = *call.q, &out = *call.out;
@@ -566,12 +520,6 @@ Status encode_rows(const AttentionPagedKernel& kernel, int index, const TensorVi
 const PagedCombineKernel& combine_for(DType dtype, bool fixed) {
   return *KernelTable(paged_combine_kernels).find([&](const auto& kernel) {
     return kernel.dtype == dtype && kernel.fixed == fixed;
-  });
-}
-
-const PagedWidenKernel& widen_for(DType dtype) {
-  return *KernelTable(paged_widen_kernels).find([&](const auto& kernel) {
-    return kernel.dtype == dtype;
   });
 }
 
@@ -698,7 +646,8 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
 Status PagedAttentionLaunch::prepare_widened(const PagedAttentionCall& call) {
   copies_ = widen_sizes(call);
   widen_ = &widen_for(copies_.dtype);
-  set_widen(call, copies_, &widen_arguments_);
+  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
+  set_widen(call, copies_, k, v, &widen_arguments_);
   const WidenedCache copies(copies_, static_cast<float*>(call.q->data));
   TIERCEL_RETURN_IF_ERROR(prepare_tiles(copies.call(call)));
   arguments_.capacity = narrow(copies_.capacity);

@@ -2,10 +2,10 @@
 // paged_widen: a float8 cache's keys and values in 16 bits, in pages of 128 keys, and the table of
 // those pages. Conversion is exact.
 //
-// A block has the keys or the values of a page and a head, a thread twice 8 columns of 4 rows: a row's
-// address serves both. It reads the page table for all of its rows, then the rows, then stores 16
-// bytes for each load: so latencies overlap, and with that of the length. Bound: reads of one byte
-// and writes of two for each element.
+// A block has the keys or the values of a page and a head, a thread twice 8 columns of 4 rows: a
+// row's address serves both. It reads the page table for all of its rows, then the rows, then
+// stores 16 bytes for each load: so latencies overlap, and with that of the length. Bound: reads of
+// one byte and writes of two for each element.
 #include <cstdint>
 
 #include "kernels/attention/paged/widen.h"

@@ -16,8 +16,8 @@ inline constexpr int kPagedWidenRows = 32;     // that a block has at once
 inline constexpr int kPagedWidenLanes = 8;     // of a row, at most: a lane loads from both halves
 
 // A block has the keys or the values of a page and a head: blockIdx.x is the head of one or the
-// other, blockIdx.y the page of sequence blockIdx.z, threadIdx.x the load of half a row, threadIdx.y
-// the row.
+// other, blockIdx.y the page of sequence blockIdx.z, threadIdx.x the load of half a row,
+// threadIdx.y the row.
 
 // The copies of a call's keys and values, behind each other, and behind them their page table.
 struct PagedWidenSizes {
