@@ -2,7 +2,6 @@
 #include "kernels/attention/backward/backward.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <initializer_list>
 #include <iterator>
 #include <string>
@@ -218,12 +217,9 @@ Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiproc
     const int64_t rows = problem.seq_q / std::max<int64_t>(sizes.sequences, 1);  // on average
     const int64_t head = std::max<int64_t>(rows, 1) * variant.tile_d * 8;
     const int64_t cached = kL2Bytes / (head * (problem.heads / problem.kv_heads));
-    const int64_t at_once = ceil_div(int64_t{choice.grid}, std::max<int64_t>(head_tiles, 1));
+    const int64_t columns = std::max<int64_t>(head_tiles, 1);
+    const int64_t at_once = (choice.grid + columns / 2) / columns;  // the nearest number
     choice.band = static_cast<int>(equal_share(pairs, std::max(cached, at_once)));
-    const char* forced = std::getenv("TIERCEL_BACKWARD_BAND");
-    if (forced != nullptr) {
-      choice.band = static_cast<int>(std::clamp<int64_t>(std::atoi(forced), 1, pairs));
-    }
   }
   choice.descending = problem.growing && deterministic;
   return choice;

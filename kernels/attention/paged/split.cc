@@ -2,7 +2,6 @@
 #include "kernels/attention/paged/split.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "kernels/sm90/math.h"
 
@@ -45,8 +44,6 @@ int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t hea
   const int64_t most = kMostCopied / floats;
   if (most == 0) return 0;
   const int64_t slices = ceil_div(heads, most), at_once = ceil_div(heads, slices);
-  const char* forced = std::getenv("TIERCEL_PAGED_WIDEN");
-  if (forced != nullptr) return forced[0] == '1' ? at_once : 0;
   const double copied =
       static_cast<double>(slices) * kSlice + static_cast<double>(floats * heads) * kFloat;
   return steps * kWidening[d <= 64] > copied ? at_once : 0;
