@@ -16,10 +16,10 @@ import tiercel
 # Numbers of rows that have a CUDA graph; a step of fewer replays the next.
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# The inputs of a step that has tokens of prompts: of tokens, of pieces, of drawn tokens, and of
-# the tokens that only the GPU knows.
-INPUTS = ("tokens", "positions", "slots", "starts", "lengths", "rows", "last", "drawn")
-INPUTS += ("on_gpu", "on_gpu_rows")
+# The inputs of a step that has tokens of prompts: tokens, one value a piece (and one more start),
+# one a drawn token, one a token that only the GPU knows. Positions and slots of the tokens follow
+# from them on the GPU: the host runs no Python for each token of a prompt.
+INPUTS = ("tokens", "starts", "lengths", "rows", "last", "drawn", "on_gpu", "on_gpu_rows")
 
 
 @dataclasses.dataclass
@@ -187,18 +187,22 @@ class Engine:
         """A step that has tokens of prompts."""
         state, given = self.rows, self._inputs(pieces)
         tokens, last, drawn = given["tokens"], given["last"], given["drawn"]
+        starts, lengths, rows = given["starts"], given["lengths"], given["rows"]
         tokens[given["on_gpu"]] = state.tokens[given["on_gpu_rows"]].long()
+        piece_of = torch.repeat_interleave(starts.diff(), output_size=len(tokens))
+        positions = torch.arange(len(tokens), device=self.device)
+        positions += (lengths - starts[1:])[piece_of]
         step = Step(
             tokens,
-            given["positions"],
-            given["slots"],
-            given["lengths"].int(),
-            state.settings.page_table[given["rows"]],
-            given["starts"].int(),
+            positions,
+            state.slots(rows[piece_of], positions),
+            lengths.int(),
+            state.settings.page_table[rows],
+            starts.int(),
             last,
             max(piece.count for piece in pieces),
         )
-        positions = step.positions[last]
+        positions = positions[last]
         new = self._draw(step, drawn, positions)
         state.tokens[drawn], state.positions[drawn] = new, positions + 1
         return new
@@ -216,9 +220,6 @@ class Engine:
                 tokens.append(0)
             else:
                 tokens += (sequence.prompt + sequence.new)[sequence.cached : end]
-            places = range(sequence.cached, end)
-            parts["positions"] += places
-            parts["slots"] += (self.pages.slot(sequence.pages, place) for place in places)
             parts["starts"].append(len(tokens))
             parts["lengths"].append(end)
             parts["rows"].append(sequence.row)

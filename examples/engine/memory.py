@@ -44,10 +44,6 @@ class Pages:
         self._free.extend(owned[::-1])
         owned.clear()
 
-    def slot(self, owned: list[int], place: int) -> int:
-        """The cache's slot of the token at a place of a sequence."""
-        return owned[place // self.page_size] * self.page_size + place % self.page_size
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -134,6 +130,11 @@ class Rows:
             self._ours.page_table[row, before : len(pages)] = new
             self._ours.bases[row] = (pages[-1] - len(pages) + 1) * self._page_size
             self._changed = True
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The cache's slots of tokens at positions of rows' sequences; all on the GPU."""
+        pages = self.settings.page_table[rows, positions // self._page_size].long()
+        return pages * self._page_size + positions % self._page_size
 
     def send(self) -> None:
         """Copies the settings to the GPU, if they changed, behind the steps in flight."""

@@ -66,6 +66,24 @@ __device__ __forceinline__ void store_eight(char* to, const float (&values)[kVec
   }
 }
 
+// Cosines and sines of a lane's place, by a position that the kernel before may still write.
+template <typename Element>
+__device__ __forceinline__ void prefetch_angles(const QkNormRopeCacheArgs& args, int64_t token,
+                                                int lane) {
+  Integer position;
+  position.load(args.positions, token, args.wide_positions);
+  const uint64_t row = position.clamped(args.wide_positions, args.last_position);
+  const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kVector;
+  const int bytes = args.wide_angles ? 4 : Element::kBytes;
+  prefetch_l2(args.angles + at * bytes);
+  prefetch_l2(args.angles + (at + args.rotated / 2) * bytes);
+}
+
+template <typename Element>
+__device__ __forceinline__ void prefetch_weight(const char* weight, int offset, bool is_float32) {
+  if (weight != nullptr) prefetch_l2(weight + offset * (is_float32 ? 4 : Element::kBytes));
+}
+
 // A block covers lanes x heads x tokens, the grid tokens x heads. The lanes of a head are a power
 // of two; a block has whole warps, all of which take part in the reductions. kFloat8: q_out, the
 // cache or both are float8; a kernel of its own, because a third of the code is for that.
@@ -105,6 +123,15 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     if (lane + threadIdx.y + threadIdx.z + blockIdx.y == 0) {
       prefetch_line(args.positions, blockIdx.x, cache.tokens * (args.wide_positions ? 8 : 4));
       prefetch_line(cache.slots, blockIdx.x, cache.tokens * (cache.wide_slots ? 8 : 4));
+    }
+    if (threadIdx.y + blockIdx.y == 0) {  // one head's threads for all heads
+      if (turns) prefetch_angles<Element>(args, token, lane);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        if (blockIdx.x > 0 || !has[p]) continue;
+        prefetch_weight<Element>(args.q_weight, offsets[p], args.wide_q_weight);
+        prefetch_weight<Element>(args.k_weight, offsets[p], args.wide_k_weight);
+      }
     }
   }
   grid_dependency_wait_and_launch(args.early_launch);

@@ -87,13 +87,17 @@ def test_a_picture(record):
     assert "M &lt;b&gt;" in text and "no base" not in text and "engine" not in text
     whole, part = (float(x) for x in re.findall(r'rect x="250" .* width="([0-9.]+)"', text)[::-1])
     assert whole / part == pytest.approx(1.6, rel=1e-3) and ">1.60</text>" in text
+    # Each case has its own scale; one way alone shows nothing.
+    text = plot.draw([("a", records), ("b", [record(), record("tiercel", 0.1)]), ("c", [record()])])
+    widths = [float(x) for x in re.findall(r'rect x="250" .* width="([0-9.]+)"', text)]
+    assert len(widths) == 4 and widths[1] == widths[3] > widths[0] > widths[2]
 
 
 def test_the_report_writes_and_checks_them(record, tmp_path):
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
     (tmp_path / "models").mkdir()
     records = tmp_path / "models" / "NVIDIA_H200.jsonl"
-    records.write_text(dump(record()) + "\n")
+    records.write_text(dump(record()) + "\n" + dump(record("tiercel")) + "\n")
     assert not report.update(tmp_path, check=True)
     report.update(tmp_path, check=False)
     assert report.update(tmp_path, check=True)

@@ -12,14 +12,26 @@ import torch
 import tiercel
 from tiercel.workbench.bench import peers
 from tiercel.workbench.bench.launch import Unsupported
-from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, flashkda, vllm, vllm_triton
+from tiercel.workbench.bench.peers import (
+    Missing,
+    deepgemm,
+    fa3,
+    flashkda,
+    vllm,
+    vllm_sampler,
+    vllm_triton,
+)
 
 PACKAGES = {
     "causal-conv1d": ("causal_conv1d", "causal-conv1d"),
     "fa4": ("flash_attn", "flash-attn-4"),
     "fla": ("fla", "fla-core"),
     "flashinfer": ("flashinfer", "flashinfer-python"),
+    "flashinfer.batch": ("flashinfer", "flashinfer-python"),
     "flashinfer.cuda_cores": ("flashinfer", "flashinfer-python"),
+    "flashinfer.fa2": ("flashinfer", "flashinfer-python"),
+    "flashinfer.from_probs": ("flashinfer", "flashinfer-python"),
+    "flashinfer.xqa": ("flashinfer", "flashinfer-python"),
     "flashqla": ("flash_qla", "flash-qla"),
     "liger": ("liger_kernel", "liger-kernel"),
     "quack": ("quack", "quack-kernels"),
@@ -62,7 +74,8 @@ def test_those_that_are_not_here_say_why():
         assert missing[name] == f"the package {distribution} is not installed"
     for name in ("vllm", "fa3", "flashkda"):
         assert "TIERCEL_BENCH_VLLM names no library" in missing[name]
-    assert "TIERCEL_BENCH_VLLM_SOURCE names no folder" in missing["vllm.triton"]
+    for name in ("vllm.triton", "vllm.sampler"):
+        assert "TIERCEL_BENCH_VLLM_SOURCE names no folder" in missing[name]
     assert "deep_gemm" in missing["deepgemm"]
 
 
@@ -123,10 +136,16 @@ def test_vllm_that_is_named_wrongly(monkeypatch, tmp_path):
     assert peers.find([vllm.PEER])[1]["vllm"].startswith("OSError")
 
 
-def test_vllm_s_source_that_is_not_there(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("peer", "module"),
+    [
+        (vllm_triton.PEER, "vllm.v1.attention.ops.triton_unified_attention"),
+        (vllm_sampler.PEER, "vllm.v1.worker.gpu.sample.gumbel"),
+    ],
+)
+def test_vllm_s_source_that_is_not_there(monkeypatch, tmp_path, peer, module):
     monkeypatch.setenv("TIERCEL_BENCH_VLLM_SOURCE", str(tmp_path))
-    reason = peers.find([vllm_triton.PEER])[1]["vllm.triton"]
-    assert "has no vllm.v1.attention.ops.triton_unified_attention" in reason
+    assert f"has no {module}" in peers.find([peer])[1][peer.name]
 
 
 def test_an_operator_that_this_vllm_lacks():

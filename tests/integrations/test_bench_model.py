@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import os
+import time
 import types
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("TIERCEL_COMMIT", "abc")
     monkeypatch.setattr(run, "_WARMUP", 0)
+    monkeypatch.setattr(run, "_LEAST", 0.0)
     monkeypatch.chdir(tmp_path)
     model, out = tmp_path / "Tiny.json", tmp_path / "records.jsonl"
     model.write_text(json.dumps(TINY))
@@ -106,6 +108,23 @@ def test_records(bench, capsys):
         assert record["rel_err"] == 0 if exact else 0 <= record["rel_err"] < 0.05
     assert [r["way"] for r in records] == ["transformers"] * 3 + ["tiercel"] * 3
     assert "Tiny, 1 layers, decode 2x8" in capsys.readouterr().out
+
+
+def test_short_steps_are_timed_for_a_while(monkeypatch):
+    monkeypatch.setattr(run, "_LEAST", 0.05)
+    calls = []
+    found = run.Timer("cpu").measure(lambda: calls.append(time.sleep(0.001)), 2)
+    assert 10 < len(calls) < 60 and len(calls) % 2 == (1 + run._WARMUP) % 2
+    assert 1 <= found["ms_min"] <= found["ms_median"] and found["host_ms"] >= 1
+
+
+def test_compiled_ways_come_last(monkeypatch):
+    monkeypatch.setattr(run, "build", lambda *_: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(run, "_measure", lambda *_: {"ms_median": 1.0})
+    ways = ("transformers", "transformers.compiled", "tiercel", "tiercel.compiled", "liger")
+    sizes = run.read_sizes("Qwen3-8B")
+    found = run.measure(sizes, 1, [run.Case("prefill", 1, 8)], ways, 1, "cpu")
+    assert [record["way"] for record in found] == [*ways[::2], *ways[1::2]]
 
 
 def test_what_no_time_is_left_for(bench, monkeypatch, capsys):

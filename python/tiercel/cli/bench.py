@@ -62,7 +62,7 @@ def _add_model(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = "transformers, transformers.compiled, tiercel, tiercel.compiled, engine, liger (all)"
     add("--ways", default="all", metavar="all|A,B", help=text)
     add("--engine", metavar="FOLDER", help="examples/engine of a checkout, for the way engine")
-    add("--steps", type=whole(1), default=20, help="steps to time (20)")
+    add("--steps", type=whole(1), default=20, help="steps to time (20), short ones repeatedly")
     text = "where compiled graphs are kept for the next run (a folder of torch's own)"
     add("--cache", type=Path, metavar="FOLDER", help=text)
     text = "begin no case or way after that many seconds; those left out are named"

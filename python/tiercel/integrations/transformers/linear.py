@@ -36,17 +36,22 @@ def linear_forward(self: nn.Module, x: Tensor) -> Tensor:
     """That of `nn.Linear`, with our kernel for few rows in 16 bits without gradients."""
     weight: Any = self.weight
     bias: Any = self.bias
-    plain = type(x) is Tensor and type(weight) in _PLAIN and x.is_cuda
-    plain = plain and x.dtype in _DTYPES and x.dtype == weight.dtype
-    plain = plain and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
-    if torch.is_autocast_enabled("cuda"):
-        plain = plain and torch.get_autocast_dtype("cuda") == x.dtype
     # In an exported graph the number of tokens would become a constraint.
-    if plain and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if not torch.is_grad_enabled() and not torch.compiler.is_exporting():
         few = math.prod(x.shape[:-1]) <= _FEW_ROWS
-        if few or invariance.watched:  # the mode's products are ours
+        # The batch-invariant mode's products are ours.
+        if (few or invariance.watched) and _fits(x, weight):
             return tiercel.linear_act(x, weight, bias, activation="none")  # type: ignore[no-any-return]
     return nn.functional.linear(x, weight, bias)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    if not (type(x) is Tensor and type(weight) in _PLAIN and x.is_cuda):
+        return False
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != x.dtype:
+        return False
+    same = x.dtype in _DTYPES and x.dtype == weight.dtype
+    return same and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
 
 
 # A bound method is pickled by the name of its function: as the module's own forward.

@@ -8,49 +8,87 @@ from typing import Any
 
 from tiercel.ops.attention.cases_decode import lengths
 from tiercel.workbench.bench.launch import Launch, Unsupported
-from tiercel.workbench.bench.peers import fa3
+from tiercel.workbench.bench.peers import fa3, flashinfer
 
 _FLOAT8 = "float8_e4m3fn"
-_WORKSPACE = 256 << 20  # bytes, what FlashInfer's documentation asks for
+_XQA_PAGES = (16, 32, 64, 128)
+
+
+def flashinfer_decode(
+    q: Any, caches: tuple[Any, Any], table: Any, used: list[int], tensor_cores: bool
+) -> Launch:
+    """Queries `[B, Sq, H, D]` of the last keys of each sequence."""
+    import torch
+
+    wrapper_of = flashinfer.module().BatchDecodeWithPagedKVCacheWrapper
+    _, queries, heads, d = q.shape
+    _, page, kv_heads, _ = caches[0].shape
+    if queries > 1 and not tensor_cores:
+        raise Unsupported("without tensor cores it takes one query a sequence")
+    rows, out = q.flatten(0, 1), torch.empty_like(q)
+
+    def prepare() -> Any:
+        wrapper = wrapper_of(flashinfer.workspace(q.device), "NHD", use_tensor_cores=tensor_cores)
+        options = {"q_len_per_req": queries} if queries > 1 else {}
+        wrapper.plan(
+            *flashinfer.pages(table, used, page),
+            *(heads, kv_heads, d, page),
+            q_data_type=q.dtype,
+            kv_data_type=caches[0].dtype,
+            **options,
+        )
+
+        def run() -> tuple[Any, ...]:
+            wrapper.run(rows, caches, out=out.flatten(0, 1))
+            return (out,)
+
+        return run
+
+    return flashinfer.launch(prepare)
+
+
+def flashinfer_xqa(q: Any, caches: tuple[Any, Any], table: Any, used: Any, longest: int) -> Launch:
+    """Queries `[B, Sq, H, D]`; with a float8 cache queries and probabilities are float8 too."""
+    import torch
+
+    decode: Any = flashinfer.module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    batch, queries, _, d = q.shape
+    if caches[0].shape[1] not in _XQA_PAGES:
+        raise Unsupported(f"it takes pages of {', '.join(map(str, _XQA_PAGES))} keys")
+    if queries > 32:
+        raise Unsupported("masks of more than 32 new tokens")
+    out, rows = torch.empty_like(q), q.flatten(0, 1)
+    result, options = (out.flatten(0, 1), {}) if queries == 1 else (out, {"q_len_per_req": queries})
+    if queries > 1:  # a word for each new token: itself and those before it
+        words = torch.tensor([(1 << i + 1) - 1 for i in range(queries)], device=q.device).int()
+        options["mask"] = words[:, None].expand(batch, -1, -1).contiguous().view(torch.uint16)
+
+    def prepare() -> Any:
+        scratch = flashinfer.workspace(q.device, "xqa")  # it leaves its semaphores at 0
+        lengths_of = used.view(torch.uint32)
+
+        def run() -> tuple[Any, ...]:
+            decode(
+                *(rows, caches, scratch, table, lengths_of, longest),
+                bmm1_scale=d**-0.5,
+                out=result,
+                **options,
+            )
+            return (out,)
+
+        return run
+
+    return flashinfer.launch(prepare, exact=caches[0].element_size() == 2)
 
 
 def _flashinfer(case: Any, inputs: dict[str, Any], tensor_cores: bool) -> Launch:
-    import torch
+    q, k, v, table, _ = inputs.values()
+    return flashinfer_decode(q, (k, v), table, lengths(case), tensor_cores)
 
-    if case["Sq"] != 1:
-        raise Unsupported("its decode wrapper takes one query a sequence")
-    flashinfer: Any = importlib.import_module("flashinfer")
-    q, k, v = (inputs[name] for name in ("q", "k_cache", "v_cache"))
-    page, used = case["page"], lengths(case)
-    counts = [-(-length // page) for length in used]
-    table = inputs["page_table"].cpu()
-    indices = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_tensor_cores=tensor_cores
-    )
-    wrapper.plan(
-        torch.tensor([0, *counts]).cumsum(0).int(),
-        indices.int().to(q.device),
-        torch.tensor([(length - 1) % page + 1 for length in used]).int(),
-        case["H"],
-        case["Hk"],
-        case["D"],
-        page,
-        q_data_type=q.dtype,
-        kv_data_type=k.dtype,
-    )
-    queries, out = q.squeeze(1), torch.empty_like(q)
 
-    def run() -> tuple[Any, ...]:
-        wrapper.run(queries, (k, v), out=out.squeeze(1))
-        return (out,)
-
-    try:
-        run()
-    except (RuntimeError, ValueError) as error:
-        raise Unsupported(str(error).splitlines()[0]) from error
-    return Launch(run)
+def _xqa(case: Any, inputs: dict[str, Any]) -> Launch:
+    q, k, v, table, used = inputs.values()
+    return flashinfer_xqa(q, (k, v), table, used, case["L"])
 
 
 def _fa3_metadata(given: dict[str, Any], page: int) -> Any:
@@ -134,4 +172,5 @@ ADAPTERS = {
     "flashinfer.cuda_cores": {
         "decode_attention": lambda case, inputs: _flashinfer(case, inputs, tensor_cores=False)
     },
+    "flashinfer.xqa": {"decode_attention": _xqa},
 }

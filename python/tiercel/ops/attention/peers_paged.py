@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 from tiercel.ops.attention.cases_paged import lengths
+from tiercel.ops.attention.peers_decode import flashinfer_decode, flashinfer_xqa
 from tiercel.workbench.bench.launch import Launch, Unsupported
-from tiercel.workbench.bench.peers import fa3, vllm_triton
+from tiercel.workbench.bench.peers import fa3, flashinfer, vllm_triton
 
 
 def _plain(case: Any) -> None:
@@ -65,6 +67,84 @@ def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
     except Exception as error:  # its compiler raises what it likes
         raise Unsupported(str(error).splitlines()[0] if str(error) else repr(error)) from error
     return Launch(run)
+
+
+def _flashinfer(case: Any, inputs: dict[str, Any], backend: str = "auto") -> Launch:
+    """Its one call for any number of queries; its own choice of it, or the one that is given."""
+    import torch
+
+    if case["tree"] or case["D"] > 256:
+        raise Unsupported("trees and heads of more than 256")
+    q, k, v, table, _, starts = inputs.values()
+    of_each = lengths(case)
+    if backend == "auto" and all(new == 1 for new, _ in of_each):
+        keys = [n for _, n in of_each]
+        return _rows(flashinfer_decode(q[:, None], (k, v), table, keys, tensor_cores=True))
+    out, page = torch.empty_like(q), case["page"]
+    wrapper_of = flashinfer.module().BatchPrefillWithPagedKVCacheWrapper
+
+    def prepare() -> Any:
+        wrapper = wrapper_of(flashinfer.workspace(q.device), "NHD", backend=backend)
+        wrapper.plan(
+            starts.cpu(),
+            *flashinfer.pages(table, [keys for _, keys in of_each], page),
+            *(q.shape[1], k.shape[2], q.shape[2], page),
+            causal=True,
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+        )
+
+        def run() -> tuple[Any, ...]:
+            wrapper.run(q, (k, v), out=out)
+            return (out,)
+
+        return run
+
+    return flashinfer.launch(prepare)
+
+
+def _flashinfer_batch(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    _plain_and_narrow(case)
+    q, k, v, table, used, starts = inputs.values()
+    firsts, indices, _ = flashinfer.pages(table, [keys for _, keys in lengths(case)], case["page"])
+    out, d = torch.empty_like(q), q.shape[2]
+    sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def prepare() -> Any:
+        wrapper = flashinfer.module().BatchAttention("NHD")
+        wrapper.float_workspace_buffer = flashinfer.workspace(q.device)
+        wrapper.plan(
+            *(starts, firsts.to(q.device), indices, used),
+            *(q.shape[1], k.shape[2], d, d, case["page"]),
+            causal=True,
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+        )
+
+        def run() -> tuple[Any, ...]:
+            wrapper.run(q, (k, v), out, sums)
+            return (out,)
+
+        return run
+
+    return flashinfer.launch(prepare)
+
+
+def _flashinfer_xqa(case: Any, inputs: dict[str, Any]) -> Launch:
+    _plain(case)
+    counts = set(lengths(case))
+    if len(counts) > 1:
+        raise Unsupported("sequences of different numbers of new tokens")
+    (new, keys) = counts.pop()
+    q, k, v, table, used, _ = inputs.values()
+    return _rows(flashinfer_xqa(q.unflatten(0, (-1, new)), (k, v), table, used, keys))
+
+
+def _rows(launch: Launch) -> Launch:
+    """A call for `[B, Sq, H, D]` as one for rows."""
+    return replace(launch, run=lambda: (launch.run()[0].flatten(0, 1),))
 
 
 def _vllm_triton(case: Any, inputs: dict[str, Any]) -> Launch:
@@ -133,6 +213,10 @@ def _separate(case: Any, inputs: dict[str, Any]) -> Launch:
 ADAPTERS = {
     "fa3": {"paged_attention": _fa3},
     "fa4": {"paged_attention": _fa4},
+    "flashinfer": {"paged_attention": _flashinfer},
+    "flashinfer.batch": {"paged_attention": _flashinfer_batch},
+    "flashinfer.fa2": {"paged_attention": lambda *given: _flashinfer(*given, backend="fa2")},
+    "flashinfer.xqa": {"paged_attention": _flashinfer_xqa},
     "separate": {"paged_attention": _separate},
     "vllm.triton": {"paged_attention": _vllm_triton},
 }

@@ -9,10 +9,10 @@ from typing import Any
 from tiercel.ops.mla.cases import SCALE, lengths
 from tiercel.ops.mla.spec import LATENT, ROTARY
 from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers import flashinfer
 from tiercel.workbench.bench.peers.vllm import operator
 
 Inputs = dict[str, Any]
-_WORKSPACE = 256 << 20  # bytes, what FlashInfer's documentation asks for
 
 
 def _flash_mla(case: Any, inputs: Inputs) -> Launch:
@@ -109,37 +109,39 @@ def _vllm_top_k(case: Any, inputs: Inputs) -> Launch:
 def _flashinfer(case: Any, inputs: Inputs) -> Launch:
     import torch
 
-    mla: Any = importlib.import_module("flashinfer.mla")
+    mla: Any = flashinfer.module("flashinfer.mla")
     q, cache, table, _ = inputs.values()
     batch, queries, heads, _ = q.shape
     page, used = case["page"], lengths(case)
-    counts = [-(-length // page) for length in used]
-    indices = torch.cat([row[:count] for row, count in zip(table.cpu(), counts, strict=True)])
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
-    wrapper = mla.BatchMLAPagedAttentionWrapper(workspace)
-    wrapper.plan(
-        torch.arange(batch + 1, dtype=torch.int32) * queries,
-        torch.tensor([0, *counts]).cumsum(0).int(),
-        indices.int().to(q.device),
-        torch.tensor(used, dtype=torch.int32),
-        heads,
-        LATENT,
-        ROTARY,
-        page,
-        queries > 1,
-        SCALE,
-        q.dtype,
-        cache.dtype,
-    )
     rows = q.view(batch * queries, heads, -1)
     parts = (*rows.split((LATENT, ROTARY), -1), *cache.split((LATENT, ROTARY), -1))
     out = q.new_empty(batch * queries, heads, LATENT)
 
-    def run() -> tuple[Any, ...]:
-        wrapper.run(*parts, out=out)
-        return (out.view(batch, queries, heads, LATENT),)
+    def prepare() -> Any:
+        wrapper = mla.BatchMLAPagedAttentionWrapper(flashinfer.workspace(q.device))
+        firsts, indices, _ = flashinfer.pages(table, used, page)
+        wrapper.plan(
+            torch.arange(batch + 1, dtype=torch.int32) * queries,
+            firsts,
+            indices,
+            torch.tensor(used, dtype=torch.int32),
+            heads,
+            LATENT,
+            ROTARY,
+            page,
+            queries > 1,
+            SCALE,
+            q.dtype,
+            cache.dtype,
+        )
 
-    return Launch(run)
+        def run() -> tuple[Any, ...]:
+            wrapper.run(*parts, out=out)
+            return (out.view(batch, queries, heads, LATENT),)
+
+        return run
+
+    return flashinfer.launch(prepare)
 
 
 def _torch_write(case: Any, inputs: Inputs) -> Launch:

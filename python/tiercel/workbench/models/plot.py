@@ -16,17 +16,18 @@ _BAR, _GAP, _LEFT, _WIDTH = 16, 14, 250, 420
 
 
 def draw(cases: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> str:
-    """(title, records) of each case: bars of the speed, to the uncompiled model's."""
+    """(title, records) of each case: bars of the speed, to the uncompiled model's. A case's fastest
+    way fills the width; a case of one way alone is not drawn."""
     parts: list[str] = []
     top = 8.0
     shown: list[tuple[str, list[tuple[str, float]]]] = []
     for title, records in cases:
         good = {r["way"]: r["ms_median"] for r in records if r["status"] == "ok"}
-        if (base := good.get("transformers")) is not None:
+        if (base := good.get("transformers")) is not None and len(good) > 1:
             shown.append((title, [(way, base / good[way]) for way in WAYS if way in good]))
-    most = max((speed for _, bars in shown for _, speed in bars), default=1.0)
     y = top
     for title, bars in shown:
+        most = max(speed for _, speed in bars)
         y += _BAR
         parts.append(f'<text x="4" y="{y:.0f}" font-weight="bold">{escape(title)}</text>')
         y += 6

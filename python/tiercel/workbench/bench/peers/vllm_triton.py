@@ -9,6 +9,7 @@ TIERCEL_BENCH_VLLM_VERSION says which version they are from.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import importlib.util
@@ -16,6 +17,7 @@ import logging
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,46 +45,72 @@ def _module(name: str, **values: Any) -> None:
     sys.modules.setdefault(name, module)
 
 
-def _stand_in(folder: Path) -> None:
+def stand_in(folder: Path, *packages: str) -> None:
+    """What `packages` in `folder` import of the rest of vLLM."""
     import torch
     import triton
     import triton.language as tl
 
-    names = _OPS.split(".")
-    for depth in range(1, len(names) + 1):
-        path = [str(folder.joinpath(*names[:depth]))]
-        _module(".".join(names[:depth]), __path__=path)
+    for package in (*packages, "vllm.model_executor.warmup", "vllm.utils"):
+        names = package.split(".")
+        for depth in range(1, len(names) + 1):
+            path = [str(folder.joinpath(*names[:depth]))]
+            _module(".".join(names[:depth]), __path__=path)
+    no, yes = (lambda *_: False), (lambda *_: True)
     platform = types.SimpleNamespace(
-        fp8_dtype=lambda: torch.float8_e4m3fn, is_device_capability_family=lambda family: False
+        fp8_dtype=lambda: torch.float8_e4m3fn,
+        is_device_capability_family=no,
+        is_cuda=yes,
+        is_cuda_alike=yes,
     )
     _module("vllm.envs", VLLM_BATCH_INVARIANT=False)
     _module("vllm.logger", init_logger=_Logger)
     _module("vllm.platforms", current_platform=platform)
-    _module("vllm.triton_utils", triton=triton, tl=tl)
+    _module("vllm.triton_utils", triton=triton, tl=tl, HAS_TRITON=True)
     _module("vllm.v1.kv_cache_interface", KVQuantMode=_KVQuantMode)
+    _module("vllm.utils.gpu_sync_debug", gpu_sync_allowed=contextlib.nullcontext)
+    _module("vllm.utils.math_utils", next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+    _module("vllm.utils.platform_utils", num_compute_units=_multiprocessors)
     vars(sys.modules["vllm"])["envs"] = sys.modules["vllm.envs"]
 
 
-def _find() -> str:
-    source = os.environ.get("TIERCEL_BENCH_VLLM_SOURCE")
-    if source is None:
-        if importlib.util.find_spec("vllm") is None:
-            raise Missing(
-                "vllm is not installed, and TIERCEL_BENCH_VLLM_SOURCE names no folder of its source"
-            )
-    else:
-        folder = Path(source)
-        if not folder.joinpath(*_OPS.split("."), "triton_unified_attention.py").is_file():
-            raise Missing(
-                f"TIERCEL_BENCH_VLLM_SOURCE={source} has no {_OPS}.triton_unified_attention"
-            )
-        _stand_in(folder)
-    importlib.import_module(f"{_OPS}.triton_unified_attention")
-    return vllm.version()
+def _multiprocessors(device: int = 0) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def finder(package: str, *modules: str) -> Callable[[], str]:
+    """A `find` for modules of one of vLLM's packages, which are installed or named."""
+
+    def find() -> str:
+        source = os.environ.get("TIERCEL_BENCH_VLLM_SOURCE")
+        if source is None:
+            if importlib.util.find_spec("vllm") is None:
+                raise Missing(
+                    "vllm is not installed, and TIERCEL_BENCH_VLLM_SOURCE names no folder of its "
+                    "source"
+                )
+        else:
+            folder = Path(source)
+            for name in modules:
+                if (
+                    not folder.joinpath(*f"{package}.{name}".split("."))
+                    .with_suffix(".py")
+                    .is_file()
+                ):
+                    raise Missing(f"TIERCEL_BENCH_VLLM_SOURCE={source} has no {package}.{name}")
+            parents = {f"{package}.{name}".rpartition(".")[0] for name in modules}
+            stand_in(folder, *sorted(parents))
+        for name in modules:
+            importlib.import_module(f"{package}.{name}")
+        return vllm.version()
+
+    return find
 
 
 def unified_attention() -> Any:
     return importlib.import_module(f"{_OPS}.triton_unified_attention").unified_attention
 
 
-PEER = Peer("vllm.triton", _find, on_request=True)  # it compiles for each case
+PEER = Peer("vllm.triton", finder(_OPS, "triton_unified_attention"), on_request=True)  # it compiles
