@@ -60,6 +60,26 @@ def test_tiles_of_a_causal_mask_are_mixed_as_the_cache_holds_them(make):
     assert plan(make, (2, 30000, 16, 128), (30000, 16), right=0)["band"] == 1
 
 
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "band"),
+    [
+        (2, 3000, (24, 8), 8),
+        (2, 4096, (32, 8), 4),
+        (1, 8192, (32, 8), 2),
+        (1, 6000, (40, 8), 4),
+        (4, 4096, (16, 16), 8),
+        (1, 2048, (32, 8), 8),
+        (1, 4096, (39, 13), 5),
+        (1, 4096, (111, 37), 5),
+        (1, 32768, (32, 8), 1),
+    ],
+)
+def test_tiles_in_flight_are_of_one_section(make, batch, seq, heads, band):
+    """A section's heads have about as many tiles as there are blocks, and sections are equal."""
+    got = plan(make, (batch, seq, heads[0], 128), (seq, heads[1]), right=0)
+    assert got["band"] == band and got["grid"] == min(-(-seq // 128) * batch * heads[1], 132)
+
+
 def test_in_order_late_keys_come_first(make):
     for options, descending in (
         ({}, False),

@@ -148,6 +148,37 @@ def test_chunks_over_a_float8_cache(batch, new, context):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page", "d"), [(1, 128), (64, 128), (16, 64), (16, 80)])
+def test_copies_of_a_float8_cache(page, d, dtype):
+    """Long enough that keys are copied to 16 bits before: the bits of such a cache."""
+    q, k, v, *rest = draw([(700, 1500), (300, 2000), (1, 5)], (32, 8), d=d, page=page, dtype=dtype)
+    narrow = [x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)]
+    most = {"max_seqused_k": 2000, "return_lse": True}
+    results = tiercel.paged_attention(q, *narrow, *rest, **most)
+    expected = tiercel.paged_attention(q, *(x.to(dtype) for x in narrow), *rest, **most)
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    factors = torch.linspace(0.5, 1.5, 8, device="cuda")
+    scales = {"k_scale": factors, "v_scale": factors.flip(0)}
+    out, lse = tiercel.paged_attention(q, *narrow, *rest, **most, **scales)
+    truth = tiercel.ref.paged_attention(*wide((q, *narrow, *rest)), return_lse=True, **scales)
+    assert_close(out, lse, *truth)
+
+
+def test_a_graph_copies_a_float8_cache_again():
+    q, k, v, table, used, *rest = draw([(700, 1500), (300, 2000)], (32, 8), d=128)
+    k, v = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v))
+    given, out = (q, k, v, table, used, *rest), torch.empty_like(q)
+    tiercel.paged_attention(*given, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tiercel.paged_attention(*given, out=out)
+    k.copy_(k.flip(0)), used.copy_(torch.tensor([900, 1984]))
+    graph.replay()
+    assert torch.equal(out, tiercel.paged_attention(*given))
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("options", [{}, {"window": (900, 3)}, {"softcap": 5.0}])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_keys_split_among_blocks(d, options):

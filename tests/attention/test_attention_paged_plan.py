@@ -289,6 +289,59 @@ def test_float8_caches(longest, few):
     assert got["kernel"].startswith(name)
 
 
+def copied(chunks, new, context, d=128, heads=(32, 8), most=None, columns=None, **options):
+    """The plan of chunks over a float8 cache with pages of 64 keys."""
+    keys = context + new
+    columns = columns or -(-keys // 64)
+    caches = {
+        name: ExchangeTensor(chunks * columns, 64, heads[1], d, dtype=FLOAT8)
+        for name in ("k_cache", "v_cache")
+    }
+    return plan(
+        *(ExchangeTensor, chunks * new, heads, d),
+        **{"batch": chunks, "columns": columns, "longest": new, "most": most, **caches, **options},
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunks", "new", "context", "most", "copies"),
+    [
+        (1, 2048, 0, None, True),
+        (8, 512, 2048, None, True),
+        (1, 512, 32768, None, True),
+        (3, 334, 1166, None, True),
+        (1, 512, 0, None, False),
+        (64, 17, 8192, None, False),
+        (4, 512, 32768, 2048, True),
+    ],
+)
+def test_copies_of_float8_caches(chunks, new, context, most, copies):
+    got = copied(chunks, new, context, most=most)
+    assert got["widen"] == ("paged_widen<BFloat16>" if copies else "none")
+    assert got["kernel"] == "attention_paged_bf16_d128_causal"
+    of_bf16 = copied(chunks, new, context, most=most, **dict.fromkeys(("k_cache", "v_cache")))
+    assert (got["parts"], got["combine"]) == (of_bf16["parts"], of_bf16["combine"])
+    if copies:
+        pages = -(-(most or context + new) // 128) * chunks
+        floats = pages * 128 * 8 * 128 + -(-pages // 4) * 4
+        assert got["workspace"] == floats + of_bf16["workspace"]
+        assert got["copy_rows"] == 128
+
+
+def test_copies_of_some_heads():
+    """Those of all heads would take more than 512 MiB, with their table."""
+    got = copied(1, 2048, 131072 - 2048)
+    assert got["widen"] == "paged_widen<BFloat16>"
+    of_parts = 0 if got["combine"] == "none" else 2048 * 16 * 65 * got["parts"]
+    assert got["workspace"] == 131072 * 4 * 128 + 1024 + of_parts
+    assert copied(1, 512, 1 << 20)["widen"] == "none"
+
+
+def test_a_window_is_not_copied():
+    assert copied(1, 2048, 2048, window=(1024, 0))["widen"] == "none"
+    assert copied(1, 2048, 2048, window=(-1, 5))["widen"] != "none"
+
+
 def test_most_rows(make):
     assert plan(make, rows=MOST, heads=(1, 1), d=8, batch=1)["grid"] == 132
 

@@ -180,6 +180,17 @@ struct Choice {
   }
 };
 
+// The size of equal sections of `count` things, at least `least` of them; or of sections of which
+// the last one is smaller, if equal ones were more than twice as large. The longest tiles of a last
+// section that is small would end after all others.
+int64_t equal_share(int64_t count, int64_t least) {
+  const int64_t most = std::max<int64_t>(count / std::max<int64_t>(least, 1), 1);
+  for (int64_t sections = most; 2 * sections >= most; --sections) {
+    if (count % sections == 0) return count / sections;
+  }
+  return ceil_div(count, most);
+}
+
 Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiprocessors) {
   const AttentionProblem& problem = sizes.problem;
   Choice choice;
@@ -199,13 +210,16 @@ Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiproc
   }
   choice.grid = static_cast<unsigned>(std::min<int64_t>(pairs * head_tiles, multiprocessors));
   // Under a causal mask, tiles of early keys have the most queries: they come first, for as many
-  // heads as the L2 cache holds q, its gradient and dq's sums of. If dq's order is fixed, late keys
-  // come first: their sums are ready when early ones need them.
+  // heads as the L2 cache holds q, its gradient and dq's sums of, or as blocks of threads work on
+  // at once if that is more. If dq's order is fixed, late keys come first: their sums are ready
+  // when early ones need them.
   if (problem.growing) {
     const int64_t rows = problem.seq_q / std::max<int64_t>(sizes.sequences, 1);  // on average
     const int64_t head = std::max<int64_t>(rows, 1) * variant.tile_d * 8;
-    const int64_t band = kL2Bytes / (head * (problem.heads / problem.kv_heads));
-    choice.band = static_cast<int>(std::clamp<int64_t>(band, 1, pairs));
+    const int64_t cached = kL2Bytes / (head * (problem.heads / problem.kv_heads));
+    const int64_t columns = std::max<int64_t>(head_tiles, 1);
+    const int64_t at_once = (choice.grid + columns / 2) / columns;  // the nearest number
+    choice.band = static_cast<int>(equal_share(pairs, std::max(cached, at_once)));
   }
   choice.descending = problem.growing && deterministic;
   return choice;

@@ -42,6 +42,12 @@ struct PagedCache {
   TensorView rows;
 };
 
+// The stride of an int32 tensor's last dimension, in bytes.
+inline int32_t step_of(const TensorView& view) {
+  const int last = view.ndim - 1;
+  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
+}
+
 }  // namespace tiercel
 
 #endif  // KERNELS_ATTENTION_PAGED_CACHE_H_

@@ -21,6 +21,8 @@ class HeadSlice {
     cut(call.v_cache, 2, first, count, &v_, &call_.v_cache);
     cut(call.sinks, 0, first * group, count * group, &sinks_, &call_.sinks);
     cut(call.lse, 0, first * group, count * group, &lse_, &call_.lse);
+    cut_scale(call.k_scale, kv_heads, first, count, &k_scale_, &call_.k_scale);
+    cut_scale(call.v_scale, kv_heads, first, count, &v_scale_, &call_.v_scale);
   }
   HeadSlice(const HeadSlice&) = delete;
   HeadSlice& operator=(const HeadSlice&) = delete;
@@ -30,7 +32,7 @@ class HeadSlice {
  private:
   struct Own {
     TensorView view;
-    int64_t shape[4];
+    int64_t shape[4], strides[4];
   };
 
   static void cut(const TensorView* from, int dimension, int64_t first, int64_t count, Own* own,
@@ -45,8 +47,25 @@ class HeadSlice {
     *to = &own->view;
   }
 
+  // A scale has one element, or one of each head in any shape without gaps.
+  static void cut_scale(const TensorView* from, int64_t heads, int64_t first, int64_t count,
+                        Own* own, const TensorView** to) {
+    if (from == nullptr) return;
+    int64_t elements = 1;
+    for (int i = 0; i < from->ndim; ++i) elements *= from->shape[i];
+    if (elements != heads) return;
+    own->view = *from;
+    own->view.ndim = 1;
+    own->view.shape = own->shape;
+    own->view.strides = own->strides;
+    own->view.data = static_cast<char*>(from->data) + first * dtype_bytes(from->dtype);
+    own->shape[0] = count;
+    own->strides[0] = 1;
+    *to = &own->view;
+  }
+
   PagedAttentionCall call_;
-  Own q_, out_, k_, v_, sinks_, lse_;
+  Own q_, out_, k_, v_, sinks_, lse_, k_scale_, v_scale_;
 };
 
 }  // namespace tiercel

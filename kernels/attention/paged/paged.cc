@@ -11,6 +11,7 @@
 #include "kernels/attention/paged/cache.h"
 #include "kernels/attention/paged/head_slice.h"
 #include "kernels/attention/paged/split.h"
+#include "kernels/attention/paged/widened.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
 #include "kernels/sm90/invariant.h"
@@ -34,6 +35,7 @@ constexpr int64_t kVector = 8;         // elements of out in 16 bytes
 constexpr int64_t kMostOfTiles = 256;  // head dimension of kernel.py; paged_wide.cu has the rest
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
+constexpr int64_t kMostGrid = 65535;   // blocks in the second and third dimension
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
@@ -274,8 +276,11 @@ struct Choice {
   int64_t part_keys = 0;  // of a part in the batch-invariant mode, or kPagedGrowing
   int64_t part_blocks = 0;
   int64_t heads = 0;      // of keys, of a launch: all but in that mode
+  int64_t widened = 0;    // heads of a float8 cache that are copied to 16 bits before a launch
   bool combined = false;  // by a second kernel
   unsigned blocks;
+
+  int64_t heads_at_once() const { return widened > 0 ? std::min(widened, heads) : heads; }
 
   // Floats of the workspace: results of parts in 16 bits, then their logarithms.
   int64_t partial(const TensorView& q) const {
@@ -363,6 +368,17 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
   return Status();
 }
 
+// 0 where the tiles widen what they read. A window may leave out most keys, which all would be
+// copied.
+int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
+  PagedWidenSizes sizes = widen_sizes(call);
+  if (call.options.left >= 0 || sizes.columns > kMostGrid || sizes.batch > kMostGrid) {
+    return 0;
+  }
+  sizes.kv_heads = 1;
+  return paged_widened_heads(steps, choice.d, sizes.floats(), call.k_cache->shape[2]);
+}
+
 Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
               const PagedCache& v, Choice* choice) {
   const TensorView& q = *call.q;
@@ -379,8 +395,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   if (choice->tiles > kMostTiles || choice->tiles > kMostStep / 2 / kv_heads) return too_many(q);
   PagedLoad load;
   load.tiles = choice->tiles * kv_heads;
-  load.keys = call.page_table->shape[1] * call.k_cache->shape[1];
-  if (call.max_keys >= 0) load.keys = std::min(load.keys, call.max_keys);
+  load.keys = most_keys(call);
   load.tile_n = choice->tile_n;
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
   if (batch_invariant()) {
@@ -390,16 +405,17 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
     choice->parts = paged_parts(load, multiprocessors);
     choice->combined = choice->parts > 1;
     choice->heads = kv_heads;
+    if (is_float8(*call.k_cache)) {
+      // Under a causal mask a sequence's first new token sees fewer keys than the last one.
+      const double hidden = options.right >= 0 ? std::min(call.max_q, load.keys) / 2 : 0;
+      const double seen = 1.0 - hidden / static_cast<double>(std::max<int64_t>(load.keys, 1));
+      const double steps = seen * paged_time(load, choice->parts, multiprocessors);
+      choice->widened = widened_heads(call, *choice, steps);
+    }
   }
   const int64_t items = choice->tiles * choice->heads * choice->parts;
   choice->blocks = static_cast<unsigned>(std::min<int64_t>(items, multiprocessors));
   return Status();
-}
-
-// The stride of an int32 tensor's last dimension, in bytes.
-int32_t step_of(const TensorView& view) {
-  const int last = view.ndim - 1;
-  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
 }
 
 // The factors of stored keys or values, and the step from a head's to the next.
@@ -507,35 +523,27 @@ const PagedCombineKernel& combine_for(DType dtype, bool fixed) {
   });
 }
 
-}  // namespace
-
-Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
-                            PagedAttentionPlan* plan) {
-  TIERCEL_RETURN_IF_ERROR(check(call));
-  *plan = {"none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
-  if (is_empty(call)) return Status();
-  const AsDecode few(call);
-  if (few.fits() && decodes(call)) {
-    DecodePlan of;
-    const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
-    if (status.ok()) {
-      *plan = {of.kernel,   of.combine, of.rows, of.step,  static_cast<int>(call.max_q),
-               1,           of.cluster, of.grid, of.block, 0,
-               of.workspace};
-      return status;
-    }
-    if (status.code() != StatusCode::kUnimplemented) return status;
-  }
+Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAttentionPlan* plan) {
   const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
-  if (choice.heads < call.k_cache->shape[2]) {
-    return paged_attention_plan(HeadSlice(call, 0, choice.heads).call(), multiprocessors, plan);
+  const int64_t heads = choice.heads_at_once();
+  if (heads < call.k_cache->shape[2]) {
+    return plan_tiles(HeadSlice(call, 0, heads).call(), multiprocessors, plan);
+  }
+  if (choice.widened > 0) {
+    const PagedWidenSizes sizes = widen_sizes(call);
+    const WidenedCache copies(sizes, static_cast<float*>(call.q->data));
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(copies.call(call), multiprocessors, plan));
+    plan->widen = widen_for(sizes.dtype).kernel.name();
+    plan->workspace += sizes.floats();
+    return Status();
   }
   const AttentionPagedKernel* kernel = choice.kernel;
   *plan = {
       kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
       choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
+      "none",
       kernel == nullptr ? kWideRows : kernel->variant.tile_m,
       static_cast<int>(choice.tile_n),
       static_cast<int>(choice.most),
@@ -548,6 +556,27 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
   return Status();
 }
 
+}  // namespace
+
+Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
+                            PagedAttentionPlan* plan) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
+  *plan = {"none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
+  if (is_empty(call)) return Status();
+  const AsDecode few(call);
+  if (few.fits() && decodes(call)) {
+    DecodePlan of;
+    const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
+    if (status.ok()) {
+      *plan = {of.kernel, of.combine, "none",  of.rows,  of.step, static_cast<int>(call.max_q),
+               1,         of.cluster, of.grid, of.block, 0,       of.workspace};
+      return status;
+    }
+    if (status.code() != StatusCode::kUnimplemented) return status;
+  }
+  return plan_tiles(call, multiprocessors, plan);
+}
+
 Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   TIERCEL_RETURN_IF_ERROR(check(call));
   if (is_empty(call)) return Status();
@@ -557,6 +586,10 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
     decodes_ = status.ok();
     if (decodes_ || status.code() != StatusCode::kUnimplemented) return status;
   }
+  return prepare_tiles(call);
+}
+
+Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   const TensorView &q = *call.q, &out = *call.out;
   const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
   device_ = q.device_index;
@@ -565,15 +598,16 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
-  const int64_t kv_heads = call.k_cache->shape[2];
-  if (choice.heads < kv_heads) {
-    for (int64_t first = 0; first < kv_heads; first += choice.heads) {
+  const int64_t kv_heads = call.k_cache->shape[2], heads = choice.heads_at_once();
+  if (heads < kv_heads) {
+    for (int64_t first = 0; first < kv_heads; first += heads) {
       slices_.emplace_back();
-      const HeadSlice slice(call, first, choice.heads);
-      TIERCEL_RETURN_IF_ERROR(slices_.back().prepare(slice.call()));
+      const HeadSlice slice(call, first, heads);
+      TIERCEL_RETURN_IF_ERROR(slices_.back().prepare_tiles(slice.call()));
     }
     return Status();
   }
+  if (choice.widened > 0) return prepare_widened(call);
   kernel_ = choice.kernel;
   blocks_ = choice.blocks;
   AttentionPagedArguments& a = arguments_;
@@ -594,8 +628,8 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
     return encode_tensor_map(spec, v.rows, kOp, "v_cache", &a.v_map);
   }
   TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 0, q, "q", choice.group, choice.queries, &a.q_map));
-  if (a.loader == kByWidening) {
-    a.k_map = a.v_map = a.q_map;  // only prefetched
+  if (a.loader == kByWidening || widen_ != nullptr) {
+    a.k_map = a.v_map = a.q_map;  // only prefetched, or replaced by `widen`
   } else {
     TIERCEL_RETURN_IF_ERROR(
         encode_rows(*kernel_, 1, k.rows, "k_cache", 1, choice.copy_rows, &a.k_map));
@@ -609,13 +643,48 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   return Status();
 }
 
+Status PagedAttentionLaunch::prepare_widened(const PagedAttentionCall& call) {
+  copies_ = widen_sizes(call);
+  widen_ = &widen_for(copies_.dtype);
+  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
+  set_widen(call, copies_, k, v, &widen_arguments_);
+  const WidenedCache copies(copies_, static_cast<float*>(call.q->data));
+  TIERCEL_RETURN_IF_ERROR(prepare_tiles(copies.call(call)));
+  arguments_.capacity = narrow(copies_.capacity);
+  return Status();
+}
+
+// Copies the cache to the begin of the workspace, and sets the arguments of what reads it there.
+Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
+  const WidenedCache copies(copies_, workspace);
+  const PagedCache k(kOp, "k_cache", copies.keys()), v(kOp, "v_cache", copies.values());
+  AttentionPagedArguments& a = arguments_;
+  a.k_data = k.rows.data;
+  a.v_data = v.rows.data;
+  a.table = copies.table().data;
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, a.copy_rows, &a.k_map));
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, a.copy_rows, &a.v_map));
+  PagedWidenArgs& w = widen_arguments_;
+  w.caches[0].to = static_cast<char*>(k.rows.data);
+  w.caches[1].to = static_cast<char*>(v.rows.data);
+  w.pages = static_cast<int32_t*>(copies.table().data);
+  LaunchConfig config;
+  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(copies_.columns),
+                 static_cast<unsigned>(copies_.batch)};
+  config.block = {static_cast<unsigned>(copies_.d / (2 * kPagedWidenElements)), kPagedWidenRows};
+  config.dependent = true;
+  void* pointers[] = {&w};
+  return widen_->kernel.launch(config, device_, stream, pointers);
+}
+
 int64_t PagedAttentionLaunch::workspace() const {
   if (decodes_) return decode_.workspace();
   if (!slices_.empty())
     return slices_.front().workspace();  // the others have as many heads, or fewer
-  return combine_ == nullptr
-             ? 0
-             : partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total;
+  const int64_t copies = widen_ == nullptr ? 0 : copies_.floats();
+  return copies + (combine_ == nullptr
+                       ? 0
+                       : partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total);
 }
 
 Status PagedAttentionLaunch::run(float* workspace, void* stream) {
@@ -624,6 +693,10 @@ Status PagedAttentionLaunch::run(float* workspace, void* stream) {
     TIERCEL_RETURN_IF_ERROR(slice.run(workspace, stream));
   }
   if (kernel_ == nullptr && wide_ == nullptr) return Status();
+  if (widen_ != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(widen(workspace, stream));
+    workspace += copies_.floats();
+  }
   AttentionPagedArguments& a = arguments_;
   PagedWideArgs& w = wide_arguments_;
   if (combine_ != nullptr) {

@@ -10,6 +10,7 @@
 #include "kernels/attention/paged/combine.h"
 #include "kernels/attention/paged/kernels.h"
 #include "kernels/attention/paged/wide.h"
+#include "kernels/attention/paged/widen.h"
 
 namespace tiercel {
 
@@ -37,10 +38,11 @@ struct PagedAttentionCall {
   int64_t max_keys = -1;  // of any sequence, if known: chooses how keys are split, nothing else
 };
 
-// The launches of a call; of its first heads, if the batch-invariant mode takes several turns.
+// The launches of a call; of its first heads, if it takes several turns.
 struct PagedAttentionPlan {
   const char* kernel;   // "none" for an empty output
   const char* combine;  // a second kernel, or "none"
+  const char* widen;    // one before them, or "none"
   int tile_m;           // rows of a tile
   int tile_n;           // keys per step
   int queries;          // of a tile
@@ -71,15 +73,22 @@ class PagedAttentionLaunch {
   Status run(float* workspace, void* stream);
 
  private:
+  Status prepare_tiles(const PagedAttentionCall& call);
+  Status prepare_widened(const PagedAttentionCall& call);
+  Status widen(float* copies, void* stream);
+
   const AttentionPagedKernel* kernel_ = nullptr;  // null for an empty output, and where others run
   const PagedWideKernel* wide_ = nullptr;         // for head dimensions above 256
   const PagedCombineKernel* combine_ = nullptr;   // null where keys are not split
+  const PagedWidenKernel* widen_ = nullptr;       // null where the cache is read as it is
   bool decodes_ = false;
   DecodeLaunch decode_;
   std::vector<PagedAttentionLaunch> slices_;  // of heads, one after the other; or none
   AttentionPagedArguments arguments_{};
   PagedWideArgs wide_arguments_{};
   PagedCombineArgs combined_{};
+  PagedWidenArgs widen_arguments_{};
+  PagedWidenSizes copies_;
   int64_t partial_ = 0;  // floats
   unsigned blocks_ = 0;
   DType dtype_ = DType::kBFloat16;

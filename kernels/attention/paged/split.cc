@@ -25,7 +25,29 @@ double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multipro
   return time + kCombine + 2.0 * static_cast<double>(load.result_bytes * parts) / kBytesOfAStep;
 }
 
+constexpr int64_t kMostCopied = int64_t{1} << 27;  // floats of copies: 512 MiB
+
+// In microseconds: what a step takes longer that widens its keys and values, of 128 columns and of
+// 64; launches of a slice of heads; the time of a float of copies, two elements of three bytes.
+constexpr double kWidening[] = {0.9, 0.3};
+constexpr double kSlice = 5.0;
+constexpr double kFloat = 6.0 / 4.0e6;
+
 }  // namespace
+
+double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors) {
+  const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
+  return time_of(load, steps, parts, multiprocessors);
+}
+
+int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t heads) {
+  const int64_t most = kMostCopied / floats;
+  if (most == 0) return 0;
+  const int64_t slices = ceil_div(heads, most), at_once = ceil_div(heads, slices);
+  const double copied =
+      static_cast<double>(slices) * kSlice + static_cast<double>(floats * heads) * kFloat;
+  return steps * kWidening[d <= 64] > copied ? at_once : 0;
+}
 
 int64_t paged_parts(const PagedLoad& load, int multiprocessors) {
   const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
@@ -46,9 +68,7 @@ int64_t paged_fixed_parts(int64_t keys, int64_t span) {
 
 bool paged_chains(const PagedLoad& load, int64_t parts, int multiprocessors) {
   if (parts == 1) return false;
-  const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
-  const double chained = time_of(load, steps, 1, multiprocessors);
-  return chained < time_of(load, steps, parts, multiprocessors);
+  return paged_time(load, 1, multiprocessors) < paged_time(load, parts, multiprocessors);
 }
 
 int64_t paged_heads_at_once(int64_t heads, int64_t rows, int64_t d, int64_t tiles, int64_t parts) {

@@ -21,6 +21,14 @@ struct PagedLoad {
 // 1 where splitting gains nothing.
 int64_t paged_parts(const PagedLoad& load, int multiprocessors);
 
+// The time of a call, in steps of a block of threads.
+double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors);
+
+// How many key heads of a float8 cache, of `heads`, are copied to 16 bits at once before tiles of
+// `d` columns read them; 0 where a call that takes `steps` had better widen what it reads. The
+// copies of a head take `floats`, at least one.
+int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t heads);
+
 // Keys of a part in the batch-invariant mode, and the most parts (the last one has the rest):
 // kernel.py has 8 bits for a part's number.
 inline constexpr int64_t kPagedPartKeys = 2048;

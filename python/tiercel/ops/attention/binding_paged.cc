@@ -59,6 +59,7 @@ PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
 constexpr PlanField<PagedAttentionPlan> kPlanFields[] = {
     Entry<&PagedAttentionPlan::kernel>("kernel"),
     Entry<&PagedAttentionPlan::combine>("combine"),
+    Entry<&PagedAttentionPlan::widen>("widen"),
     Entry<&PagedAttentionPlan::tile_m>("tile_m"),
     Entry<&PagedAttentionPlan::tile_n>("tile_n"),
     Entry<&PagedAttentionPlan::queries>("queries"),
@@ -77,9 +78,9 @@ constexpr Function kFunctions[] = {
      "Allocates the workspace that the plan tells of, unless it is given.",
      "None", Describe<kPaged>},
     PlanOf<kPaged, paged_attention_plan, kPlan>("paged_attention_plan"),
-    LoadOf<attention_paged_kernels, paged_combine_kernels, paged_wide_kernels, decode_kernels_bf16,
-           decode_kernels_bf16_fp8, decode_kernels_fp16, decode_kernels_fp16_fp8,
-           decode_combine_kernels>("paged_attention_load"),
+    LoadOf<attention_paged_kernels, paged_combine_kernels, paged_wide_kernels, paged_widen_kernels,
+           decode_kernels_bf16, decode_kernels_bf16_fp8, decode_kernels_fp16,
+           decode_kernels_fp16_fp8, decode_combine_kernels>("paged_attention_load"),
 };
 const Family kFamily(kFunctions);
 

@@ -137,8 +137,9 @@ def paged_attention(
             sees. Bits of tokens that a sequence does not have do not count. The op's page makes one
             of :func:`tiercel.verify_draft`'s ``parents``.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
-            how keys are split among blocks, and changes nothing else. In the batch-invariant mode
-            bits may depend on one that is too small.
+            how keys are split among blocks, and says how much memory 16-bit copies of a float8
+            cache take. With one that is too small, further keys of a float8 cache may not count,
+            and in the batch-invariant mode bits may depend on it.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
             those of the sinks included.
         out: ``[Tq, H, D]`` to write to, of the dtype and on the device of the result.
