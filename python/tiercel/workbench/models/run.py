@@ -28,7 +28,7 @@ from tiercel.workbench.models import engine, mxfp4
 CONFIGS = Path(__file__).parent / "configs"
 _SPARE = 512  # places of a cache behind the context, for the steps that are timed
 _WARMUP = 4
-_LEAST = 0.5  # seconds of measurement: a host may be slower for a tenth of that
+_LEAST = 0.5  # seconds of measurement; 0.1 were too few on a host that is slower for a moment
 # Events on the GPU's timeline that are the profiler's own work.
 _OF_THE_PROFILER = {
     "Activity Buffer Request",
@@ -338,7 +338,7 @@ def measure(
     model, timer = None, Timer(device)
     tensors: dict[str, Tensor] = {}
     right: dict[Case, Tensor] = {}
-    # Compilers leave processes behind that share the host with what is measured later.
+    # Compiled ways last: nothing that a compiler leaves behind shares the host with the others.
     for way in sorted(ways, key=lambda way: way.endswith(".compiled")):
         for case in cases:
             if way == "engine" and case.phase == "train":
