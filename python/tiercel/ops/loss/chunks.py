@@ -118,8 +118,16 @@ def losses(call: Call, launch: Launch) -> Tensor:
     return loss
 
 
-def with_gradient(call: Call, launch: Launch, mean_scale: Callable[..., Tensor]) -> Any:
-    """The gradient of the logits takes their place; both products follow before the next chunk."""
+def with_gradient(
+    call: Call,
+    launch: Launch,
+    mean_scale: Callable[..., Tensor],
+    at_targets: Callable[[Tensor, Tensor, Tensor, Tensor, int], None] | None = None,
+) -> Any:
+    """The gradient of the logits takes their place; both products follow before the next chunk.
+
+    `at_targets` adds as `add_targets`, which is used without it.
+    """
     scale = call.scale
     if call.mean:
         mean = mean_scale(call.target, call.class_weight, call.ignore_index)
@@ -152,7 +160,7 @@ def with_gradient(call: Call, launch: Launch, mean_scale: Callable[..., Tensor])
             _add_product(sums, grad.t(), part.x, first=part.at.start == 0)
         del own, grad, part  # the logits' memory, which what follows needs
     if chunks.apart:
-        add_targets(sums, x, places, of_targets, chunks.memory)
+        (at_targets or add_targets)(sums, x, places, of_targets, chunks.memory)
     if getattr(call, "weight_grad_dtype", None) is None:
         sums = sums.to(weight.dtype)
     return loss.sum(), grad_x, sums, of_bias.to(weight.dtype)

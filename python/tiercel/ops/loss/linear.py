@@ -45,11 +45,21 @@ def _mean_scale(target: Tensor, class_weight: Tensor | None, ignore_index: int) 
     return scale
 
 
+def _at_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int) -> None:
+    places, order = target.int().sort(stable=True)
+    _C.target_rows(sums, x, places, order, by)
+
+
+def _load(device: int) -> None:
+    _C.cross_entropy_load(device)
+    _C.target_rows_load(device)
+
+
 def _sm90(gradient: bool) -> Python:
     def run(call: Call) -> Any:
         call = _ready(call)
         if gradient:
-            return with_gradient(call, _C.cross_entropy, _mean_scale)
+            return with_gradient(call, _C.cross_entropy, _mean_scale, _at_targets)
         return losses(call, _C.cross_entropy)
 
     def plan(call: Call) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def _sm90(gradient: bool) -> Python:
         plan,
         "cuBLAS products around a kernel that reads a chunk's logits once and writes their "
         "gradient in their place",
-        load=_C.cross_entropy_load,
+        load=_load,
     )
 
 
