@@ -235,9 +235,10 @@ def linear_cross_entropy(
     largest tensor of a training step. They are made a chunk of rows at a time; with a gradient
     wanted, the forward makes those of ``x``, ``weight`` and ``bias`` from each chunk at once, and
     the backward has nothing left to do, or multiplies by the gradient of the loss where that is not
-    1. Temporary tensors take at most as much memory as the weight's gradient, or 512 MiB where that
-    is smaller. The products are cuBLAS's. Works under torch.compile, torch.autocast and activation
-    checkpointing, and in CUDA graphs; it never synchronises.
+    1. Temporary tensors take the memory of 2048 rows of logits, or of half the weight's gradient
+    where that is more; not more than that gradient, or 512 MiB. The products are cuBLAS's. Works
+    under torch.compile, torch.autocast and activation checkpointing, and in CUDA graphs; it never
+    synchronises.
 
     Outside of compiled graphs, a 16-bit leaf ``weight`` with ``weight.grad_dtype = torch.float32``,
     where PyTorch has that, gets its gradient as the float32 sums, never rounded: for gradients that
@@ -262,8 +263,8 @@ def linear_cross_entropy(
         softcap: ``softcap * tanh(logits / softcap)`` takes the logits' place, or None.
         accum_dtype: The dtype in which chunks' gradients of a 16-bit ``weight`` are added. None:
             float32 where the memory above suffices, else the weight's but for the targets' part,
-            which is float32. ``torch.float32``: float32, with up to twice as much memory. It makes
-            no difference to one chunk.
+            which is float32. ``torch.float32``: float32, with the memory of two weight gradients,
+            or 1 GiB where that is smaller. It makes no difference to one chunk.
         group: A process group of :mod:`torch.distributed`, each rank of which holds an equal part
             of the classes, in order: ``weight`` and ``bias`` are this rank's, ``target`` is of all
             classes, and x and target are the same on all ranks. So are the loss and the gradient of
