@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.tiny_models import MODELS, distance, make, tokens
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tiercel
@@ -272,6 +273,17 @@ class TestActivationsOfTraining:
         door.apply(mlp)
         found = torch.func.grad(lambda x: mlp(x).square().sum())(x)
         torch.testing.assert_close(found, self.gradients(mlp, x)[0])
+
+    def test_forward_mode(self):
+        mlp, x, direction = GatedMLP(usual), torch.randn(3, 16), torch.randn(3, 16)
+
+        def slope():
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(mlp(forward_ad.make_dual(x, direction))).tangent
+
+        right = slope()
+        door.apply(mlp)
+        torch.testing.assert_close(slope(), right)
 
     def test_changes_in_place_are_errors(self):
         mlp, x = GatedMLP(usual), torch.randn(3, 16, requires_grad=True)

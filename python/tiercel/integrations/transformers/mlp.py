@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import tiercel
@@ -67,6 +68,8 @@ def trained(x: Tensor, layers: Sequence[Any], activation: Activation) -> Tensor 
             return None
         tensors += [weight, bias]
     if torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0:  # inside a dual level
         return None
     if not any(t is not None and t.requires_grad for t in (x, *tensors)):
         return None
