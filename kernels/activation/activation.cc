@@ -208,13 +208,21 @@ Status prepare(const ActivationBackwardCall& call, ActivationArgs* args, Choice*
     TIERCEL_RETURN_IF_ERROR(check_on_device(up_grad_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(up_grad_arg));
   }
+  if (call.out != nullptr) {
+    const Argument out_arg{op, "out", *call.out};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
+    TIERCEL_RETURN_IF_ERROR(check_shape_like(out_arg, x, columns, "[..., N]"));
+    TIERCEL_RETURN_IF_ERROR(check_on_device(out_arg, x_arg));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(out_arg));
+  }
   const bool packed = call.gated && call.up == nullptr;
   const int64_t second = packed ? columns : 0;
   Operand operands[] = {{call.grad, &args->grad, 0, {}},
                         {&x, &args->x, 0, {}},
                         {packed ? &x : call.up, &args->up, second, {}},
                         {call.x_grad, &args->out, 0, {}},
-                        {packed ? call.x_grad : call.up_grad, &args->up_grad, second, {}}};
+                        {packed ? call.x_grad : call.up_grad, &args->up_grad, second, {}},
+                        {call.out, &args->result, 0, {}}};
   TIERCEL_RETURN_IF_ERROR(lay_out(op, columns, operands, x.dtype, false, args, plan));
   *choice = choose(call.function, call.gated, true, x.dtype, x.dtype, args);
   finish_plan(*choice, *args, plan);

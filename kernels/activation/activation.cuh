@@ -2,13 +2,13 @@
 // Activations and gated activations, forward and backward: out = f(x), out = f(gate) * up.
 //
 // Bound by memory: each element is read once and written once (gated: two reads and one write
-// forward, three reads and two writes backward), so the floor is bytes / copy bandwidth, or the
-// launch time of small problems. Rows are divided into 16-byte vectors, numbered across all rows.
-// Each thread takes one vector; in the plain forms, which read least, two if there are many, so
-// that enough bytes are in flight. No shared memory, no barrier. Contiguous matrices are passed as
-// one long row, so a vector's row costs one multiplication. Rows that are not aligned for vectors,
-// and the partial vector at a row's end, are processed element by element. Launched with
-// programmatic dependent launch.
+// forward, three reads and two writes backward, three with the forward's result again), so the
+// floor is bytes / copy bandwidth, or the launch time of small problems. Rows are divided into
+// 16-byte vectors, numbered across all rows. Each thread takes one vector; in the plain forms,
+// which read least, two if there are many, so that enough bytes are in flight. No shared memory, no
+// barrier. Contiguous matrices are passed as one long row, so a vector's row costs one
+// multiplication. Rows that are not aligned for vectors, and the partial vector at a row's end, are
+// processed element by element. Launched with programmatic dependent launch.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_CUH_
 #define KERNELS_ACTIVATION_ACTIVATION_CUH_
 
@@ -132,6 +132,18 @@ __global__ void __launch_bounds__(kActivationBackwardThreads, 2048 / kActivation
     if (kGated) load_stream(up, place.template in<Format>(args.up));
   }
   grid_dependency_launch();
+  // In a pass of its own, and not beside the gradients, for which 32 registers just suffice.
+  const bool again = kGated && args.result.data != nullptr;
+  if (again && place.whole) {
+    float values[kPerVector], factors[kPerVector];
+    unpack<Format>(x, values);
+    unpack<Format>(up, factors);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) values[i] = Function::value(values[i]) * factors[i];
+    uint32_t result[4];
+    pack<Format>(values, result);
+    store_vector(place.template in<Format>(args.result), result);
+  }
   // Replaces x and up by their gradients.
   const auto compute = [&](float grad, float* x, float* up) {
     float value;
@@ -159,6 +171,10 @@ __global__ void __launch_bounds__(kActivationBackwardThreads, 2048 / kActivation
     const float grad_i = load_element<Format>(place.template in<Format>(args.grad, i));
     float value = load_element<Format>(place.template in<Format>(args.x, i));
     float factor = kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
+    if (again) {
+      const float result = Function::value(value) * factor;
+      store_element<Format>(place.template in<Format>(args.result, i), result);
+    }
     compute(grad_i, &value, &factor);
     store_element<Format>(place.template in<Format>(args.out, i), value);
     if (kGated) store_element<Format>(place.template in<Format>(args.up_grad, i), factor);

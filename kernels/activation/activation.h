@@ -37,7 +37,8 @@ struct ActivationCall {
 };
 
 // The backward of these forms: `grad` has the shape of `out`; `x_grad` and `up_grad` are contiguous
-// and have the shapes of x and up.
+// and have the shapes of x and up. Gated forms may also compute the forward's result again, into
+// `out`, contiguous.
 struct ActivationBackwardCall {
   ActivationFunction function = ActivationFunction::kSilu;
   bool gated = false;
@@ -46,6 +47,7 @@ struct ActivationBackwardCall {
   const TensorView* up = nullptr;
   const TensorView* x_grad = nullptr;
   const TensorView* up_grad = nullptr;
+  const TensorView* out = nullptr;
 };
 
 // The public operator's name: "silu_and_mul", "gelu", ...

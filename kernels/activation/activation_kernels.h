@@ -24,6 +24,7 @@ struct ActivationArgs {
   ActivationRows up;       // gated: the other factor
   ActivationRows out;      // forward: the result; backward: x's gradient
   ActivationRows up_grad;  // backward, gated
+  ActivationRows result;   // backward, gated: the forward's result, where `data` is not null
   const float* scale;      // float8 results
   int64_t columns;
   uint32_t vectors;  // of 16 bytes, in all rows

@@ -18,11 +18,22 @@ constexpr int64_t kBand = 2048;  // rows of the gradient that stay in the L2 tog
 // Time of a multiply-add in a tile of 128 columns, in that of one of 256: a warpgroup waits for
 // each step's products, and a multiprocessor loads more for each.
 constexpr double kNarrow = 1.3;
+// A second launch, in steps of 128 tokens of a tile of 256 columns.
+constexpr double kLaunch = 4.0;
 
-struct Choice {
-  const LinearWeightKernel* kernel = nullptr;  // null: nothing to launch
+// Rows of the gradient, and who computes them.
+struct Part {
+  const LinearWeightKernel* kernel = nullptr;
+  int64_t first = 0;
+  int64_t rows = 0;
   int group = 0;
   unsigned blocks = 0;
+};
+
+struct Choice {
+  Part parts[2];
+  int count = 0;  // 0: nothing to launch
+  double time = 0.0;
 };
 
 Status check(const LinearWeightCall& call) {
@@ -58,62 +69,73 @@ Status check(const LinearWeightCall& call) {
   return check_maps({grad, x});
 }
 
-// The kernel whose rounds of tiles take less time.
+// Adds a launch of the kernel for these rows.
+void append(const LinearWeightKernel& kernel, const LinearWeightCall& call, int64_t first,
+            int64_t rows, int multiprocessors, Choice* choice) {
+  const LinearWeightVariant& v = kernel.variant;
+  const int64_t k = call.x->shape[0], tokens = call.grad->shape[1];
+  const int64_t clusters = multiprocessors / v.cluster;
+  const int64_t tiles =
+      ceil_div(rows, int64_t{v.tile_m} * v.cluster) * ceil_div(k, int64_t{v.tile_n});
+  const double steps = static_cast<double>(ceil_div(tiles, clusters)) * v.tile_n / 256 *
+                       static_cast<double>(ceil_div(tokens, kScaleBlock));
+  choice->time += steps * (v.tile_n == 128 ? kNarrow : 1.0) + (choice->count > 0 ? kLaunch : 0.0);
+  choice->parts[choice->count++] = {&kernel, first, rows,
+                                    static_cast<int>(kBand / (v.tile_m * v.cluster)),
+                                    static_cast<unsigned>(std::min(tiles, clusters) * v.cluster)};
+}
+
+// The launches whose rounds of tiles take least time: of one kernel; or of one for as many rows as
+// fill whole rounds, and of one for the others.
 Choice choose(const LinearWeightCall& call, int multiprocessors) {
   const int64_t n = call.grad->shape[0], k = call.x->shape[0];
   Choice best;
   if (n == 0 || k == 0 || call.grad->shape[1] == 0) return best;
-  double best_time = 0.0;
-  for (const LinearWeightKernel& kernel : KernelTable(linear_weight_kernels)) {
+  const auto consider = [&](const Choice& other) {
+    if (best.count == 0 || other.time < best.time) best = other;
+  };
+  const KernelTable kernels(linear_weight_kernels);
+  for (const LinearWeightKernel& kernel : kernels) {
     const LinearWeightVariant& v = kernel.variant;
     const int64_t clusters = multiprocessors / v.cluster;
     if (clusters == 0) continue;
-    const int64_t tiles =
-        ceil_div(n, int64_t{v.tile_m} * v.cluster) * ceil_div(k, int64_t{v.tile_n});
-    const double time = static_cast<double>(ceil_div(tiles, clusters) * v.tile_n) *
-                        (v.tile_n == 128 ? kNarrow : 1.0);
-    if (best.kernel != nullptr && time >= best_time) continue;
-    best_time = time;
-    best.kernel = &kernel;
-    best.group = static_cast<int>(kBand / (v.tile_m * v.cluster));
-    best.blocks = static_cast<unsigned>(std::min(tiles, clusters) * v.cluster);
+    Choice alone;
+    append(kernel, call, 0, n, multiprocessors, &alone);
+    consider(alone);
+    const int64_t height = int64_t{v.tile_m} * v.cluster, across = ceil_div(k, int64_t{v.tile_n});
+    const int64_t rounds = ceil_div(n, height) * across / clusters;
+    const int64_t first = rounds * clusters / across * height;
+    if (v.tile_n == 128 || first == 0 || first >= n) continue;
+    for (const LinearWeightKernel& other : kernels) {
+      if (other.variant.tile_n != 128) continue;
+      Choice two;
+      append(kernel, call, 0, first, multiprocessors, &two);
+      append(other, call, first, n - first, multiprocessors, &two);
+      consider(two);
+    }
   }
   return best;
 }
 
-}  // namespace
-
-Status linear_weight_plan(const LinearWeightCall& call, int multiprocessors,
-                          LinearWeightPlan* plan) {
-  TIERCEL_RETURN_IF_ERROR(check(call));
-  const Choice choice = choose(call, multiprocessors);
-  *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
-  if (choice.kernel == nullptr) return Status();
-  const LinearWeightKernel& kernel = *choice.kernel;
-  const LinearWeightVariant& v = kernel.variant;
-  *plan = {kernel.kernel.name(), v.tile_m,      v.tile_n,     v.cluster,
-           choice.group,         choice.blocks, kernel.block, kernel.dynamic_smem};
-  return Status();
-}
-
-Status linear_weight(const LinearWeightCall& call, void* stream) {
-  TIERCEL_RETURN_IF_ERROR(check(call));
-  const int device = call.grad->device_index;
-  int multiprocessors = 0;
-  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
-  const Choice choice = choose(call, multiprocessors);
-  if (choice.kernel == nullptr) return Status();
-  const LinearWeightKernel& kernel = *choice.kernel;
+Status launch(const LinearWeightCall& call, const Part& part, int device, void* stream) {
+  const LinearWeightKernel& kernel = *part.kernel;
+  TensorView rows = *call.grad;
+  rows.data = static_cast<char*>(rows.data) + part.first * rows.strides[0];
+  const int64_t shape[] = {part.rows, call.grad->shape[1]};
+  rows.shape = shape;
   CUtensorMap grad_map, x_map;
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[0], *call.grad, kOp, "grad", &grad_map));
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[0], rows, kOp, "grad", &grad_map));
   TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[1], *call.x, kOp, "x", &x_map));
-  const void* grad_scale = call.grad_scale->data;
+  const int64_t columns = call.x->shape[0];
+  const void* grad_scale =
+      static_cast<const float*>(call.grad_scale->data) + part.first * call.grad_scale->strides[1];
   const void* x_scale = call.x_scale->data;
-  const void* out = call.out->data;
-  int32_t n = static_cast<int32_t>(call.grad->shape[0]);
-  int32_t k = static_cast<int32_t>(call.x->shape[0]);
+  const void* out = static_cast<const char*>(call.out->data) +
+                    part.first * columns * dtype_bytes(call.out->dtype);
+  int32_t n = static_cast<int32_t>(part.rows);
+  int32_t k = static_cast<int32_t>(columns);
   int32_t tokens = static_cast<int32_t>(call.grad->shape[1]);
-  int32_t group = choice.group;
+  int32_t group = part.group;
   int32_t grad_step = static_cast<int32_t>(call.grad_scale->strides[1]);
   int32_t grad_across = static_cast<int32_t>(call.grad_scale->strides[0]);
   int32_t x_step = static_cast<int32_t>(call.x_scale->strides[1]);
@@ -123,7 +145,7 @@ Status linear_weight(const LinearWeightCall& call, void* stream) {
                            : call.out->dtype == DType::kFloat32 ? WeightResult::kFloat32
                                                                 : WeightResult::kBFloat16);
   LaunchConfig config;
-  config.grid.x = choice.blocks;
+  config.grid.x = part.blocks;
   config.block.x = kernel.block;
   config.cluster.x = static_cast<uint32_t>(kernel.variant.cluster);
   config.dynamic_smem = kernel.dynamic_smem;
@@ -131,6 +153,35 @@ Status linear_weight(const LinearWeightCall& call, void* stream) {
   void* args[] = {&grad_map, &x_map, &grad_scale, &x_scale,     &out,    &n,        &k,
                   &tokens,   &group, &grad_step,  &grad_across, &x_step, &x_across, &result};
   return kernel.kernel.launch(config, device, stream, args);
+}
+
+}  // namespace
+
+Status linear_weight_plan(const LinearWeightCall& call, int multiprocessors,
+                          LinearWeightPlan* plan) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
+  const Choice choice = choose(call, multiprocessors);
+  *plan = {"none", 0, 0, 0, 0, 0, 0, 0, 0};
+  if (choice.count == 0) return Status();
+  const Part& part = choice.parts[0];
+  const LinearWeightKernel& kernel = *part.kernel;
+  const LinearWeightVariant& v = kernel.variant;
+  *plan = {
+      kernel.kernel.name(), v.tile_m, v.tile_n, v.cluster, part.group, part.blocks, kernel.block,
+      kernel.dynamic_smem,  part.rows};
+  return Status();
+}
+
+Status linear_weight(const LinearWeightCall& call, void* stream) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
+  const int device = call.grad->device_index;
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  const Choice choice = choose(call, multiprocessors);
+  for (int i = 0; i < choice.count; ++i) {
+    TIERCEL_RETURN_IF_ERROR(launch(call, choice.parts[i], device, stream));
+  }
+  return Status();
 }
 
 }  // namespace tiercel

@@ -23,7 +23,7 @@ struct LinearWeightCall {
   bool add = false;
 };
 
-// The launch that a call would make.
+// The first launch that a call would make.
 struct LinearWeightPlan {
   const char* kernel;  // "none" for an empty result, or no tokens
   int tile_m;
@@ -33,6 +33,7 @@ struct LinearWeightPlan {
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
+  int64_t rows;  // of the gradient; a second launch, of other tiles, computes the others
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and

@@ -91,6 +91,18 @@ def test_gradients(name):
             torch.testing.assert_close(tensor.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", GATED)
+def test_gradients_and_the_result_again(name):
+    options = ("tanh",) if "gelu" in name else ()
+    grad, gate, up = (rand(2, 3, 8, seed=i) for i in range(3))
+    for inputs in ((gate, up), (torch.cat([gate, up], -1), None)):
+        given = (*inputs, *options, None)
+        *slopes, result = getattr(torch.ops.tiercel, f"{name}_backward_and_result")(grad, *given)
+        due = getattr(torch.ops.tiercel, f"{name}_backward")(grad, *given)
+        assert all(map(torch.equal, slopes, due))
+        assert torch.equal(result, getattr(torch.ops.tiercel, name)(*inputs, *options, None, None))
+
+
 def test_gradients_of_gradients():
     x = rand(3, 8, grad=True)
     (first,) = torch.autograd.grad(tiercel.silu_and_mul(x).sum(), x, create_graph=True)

@@ -80,6 +80,23 @@ def test_forward_and_backward(form, function, dtype, shape):
         assert_right(got.grad, due.grad, slack=3e-5)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("form", ["packed", "pair"])
+@pytest.mark.parametrize("shape", [(3, 8), (5, 77), (129, 1000), (0, 16)])
+def test_gradients_and_the_result_again(form, function, dtype, shape):
+    inputs = make(form, *shape, dtype=dtype)
+    grad = rand(*shape, dtype=dtype, seed=9)
+    name, _, approximate = function.partition("_")
+    options = (approximate or "none",) if name == "gelu" else ()
+    given = (grad, *inputs, *[None] * (form == "packed"), *options, None)
+    ops = torch.ops.tiercel
+    *slopes, result = getattr(ops, f"{name}_and_mul_backward_and_result")(*given)
+    assert all(map(torch.equal, slopes, getattr(ops, f"{name}_and_mul_backward")(*given)))
+    assert torch.equal(result, call(function, form, inputs))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_value(function, dtype):

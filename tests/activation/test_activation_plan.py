@@ -147,12 +147,13 @@ def test_names_in_messages(make):
 
 
 def test_backward(make):
-    def backward(x, up, pair=False, grad=(4, 16)):
+    def backward(x, up, pair=False, grad=(4, 16), out=None):
         tensors = [make(*shape, dtype="bfloat16") for shape in (grad, x)]
         other = make(*up, dtype="bfloat16") if pair else None
         up_grad = make(*up, dtype="bfloat16") if pair else None
         x_grad = make(*x, dtype="bfloat16")
-        return _C.activation_backward_plan(*tensors, other, x_grad, up_grad, SILU, True)
+        made = None if out is None else make(*out, dtype="bfloat16")
+        return _C.activation_backward_plan(*tensors, other, x_grad, up_grad, made, SILU, True)
 
     assert backward((4, 32), None)["kernel"].startswith(
         "activation_backward<Silu, BFloat16, gated=t"
@@ -160,3 +161,6 @@ def test_backward(make):
     assert backward((4, 16), (4, 16), True)["rows"] == 1
     with pytest.raises(ValueError, match=r"`grad` must have shape \[\.\.\., N\] = \[4, 16\]"):
         backward((4, 32), None, grad=(4, 32))
+    assert backward((4, 16), (4, 16), True, out=(4, 16))["rows"] == 1
+    with pytest.raises(ValueError, match=r"`out` must have shape \[\.\.\., N\] = \[4, 16\]"):
+        backward((4, 32), None, out=(4, 32))

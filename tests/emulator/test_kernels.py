@@ -145,6 +145,14 @@ def test_activation(columns, dtype):
         both = torch.cat([x, up], 1)
         check(f"{name}_and_mul", both, None, *options_, None, None, scale=size)
         check(f"{name}_backward", grad, x, *options_, None, scale=2 * size)
+        for inputs in ((x, up), (both, None)):
+            backward = f"{name}_and_mul_backward", grad, *inputs, *options_, None
+            of_both = torch.cat([size, size], 1) if inputs[1] is None else size
+            check(*backward, scale=2 * of_both.max())
+            again = sm90(f"{name}_and_mul_backward_and_result")(*backward[1:])
+            assert all(map(torch.equal, again[:2], sm90(backward[0])(*backward[1:])))
+            forward = sm90(f"{name}_and_mul")(*inputs, *options_, None, None)
+            assert torch.equal(again[2], forward)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8, torch.int16, torch.bool])

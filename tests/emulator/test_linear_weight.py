@@ -60,6 +60,32 @@ def test_adds(shape, tile):
     assert_near(total, *wide, before.double())
 
 
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_rows_of_two_launches(by_tokens):
+    """Three clusters, of four tiles one below the other."""
+    shape = (1000, 256, 2064)
+    given, *wide = operands(*shape, by_tokens)
+    (grad, x, *scales) = given
+    apart = torch.cat([grad, grad], 1)[:, : grad.shape[1]]
+    before = torch.randn(shape[:2], generator=torch.Generator().manual_seed(1)) * 10
+    with options(multiprocessors=6):
+        for first in (grad, apart):
+            given = (first, x, *scales)
+            total, out = before.clone(), torch.full(shape[:2], torch.nan, dtype=torch.bfloat16)
+            plan = kernels.fp8_linear_weight_grad_plan(*given, total, True)
+            assert WIDE in plan["kernel"] and plan["rows"] == 768
+            kernels.fp8_linear_weight_grad(*given, total, True)
+            kernels.fp8_linear_weight_grad(*given, out, False)
+            assert_near(total, *wide, before.double())
+            assert_near(out, *wide)
+    whole = torch.empty(shape[:2])
+    parts = torch.empty(shape[:2])
+    kernels.fp8_linear_weight_grad(*given, whole, False)
+    with options(multiprocessors=6):
+        kernels.fp8_linear_weight_grad(*given, parts, False)
+    assert torch.equal(whole, parts)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_order_of_warps(seed):
     with options(lazy=seed != 2, seed=seed):

@@ -249,3 +249,30 @@ def test_a_factor_of_1_touches_nothing():
     kernels.cross_entropy_rescale(grad, torch.ones(1))
     kernels.cross_entropy_rescale(grad, torch.ones(3))
     assert torch.equal(bits, before)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("columns", [1, 8, 77, 264, 2056])
+@pytest.mark.parametrize("classes", [1, 3, 40])
+def test_what_targets_add(classes, columns, dtype):
+    """Rows apart and side by side; many tokens of one target, and targets without any."""
+    generator = torch.Generator().manual_seed(classes + columns)
+    target = torch.randint(classes, (21,), generator=generator)
+    by = torch.randn(21, generator=generator)
+    for gap in (0, 8, 1):
+        x = torch.randn(21, columns + gap, generator=generator).to(dtype)[:, :columns]
+        sums = torch.randn(classes, columns, generator=generator).to(dtype)
+        due = sums.double().index_add(0, target, by[:, None].double() * x.double())
+        size = sums.double().abs().index_add(0, target, (by[:, None] * x).abs().double())
+        places, order = target.int().sort(stable=True)
+        kernels.target_rows(sums, x, places, order, by)
+        error = (sums.double() - due).abs()
+        assert (error <= torch.finfo(dtype).eps / 2 * due.abs() + 2e-6 * size).all()
+
+
+def test_targets_and_orders_that_hold_anything():
+    """The kernel reads and writes nothing outside of its tensors: the emulator looks."""
+    sums, x, by = torch.zeros(5, 16, dtype=BF16), torch.ones(6, 16, dtype=BF16), torch.ones(6)
+    places = torch.tensor([-(2**31), -1, 0, 4, 5, 2**31 - 1], dtype=torch.int32)
+    kernels.target_rows(sums, x, places, torch.tensor([9, -9, 2**62, -(2**62), 0, 1]), by)
+    assert sums[:, 0].tolist() == [1, 0, 0, 0, 1]

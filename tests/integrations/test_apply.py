@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.tiny_models import MODELS, distance, make, tokens
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tiercel
 import tiercel.integrations.transformers as door
-from tiercel.integrations.transformers import replace
 
 pytestmark = pytest.mark.torch
 
@@ -191,31 +191,39 @@ class TestActivationsOfTraining:
 
     @pytest.fixture
     def made(self, monkeypatch):
-        """Weak references to the activations that ours makes."""
-        made = []
+        """Weak references to the activations that forwards make."""
+        made, op = [], tiercel.silu_and_mul
 
-        def op(gate, up):
-            out = tiercel.silu_and_mul(gate, up)
+        def noted(gate, up):
+            out = op(gate, up)
             made.append(weakref.ref(out))
             return out
 
-        monkeypatch.setattr(replace, "_ACTIVATIONS", (("", nn.functional.silu, op, {}),))
+        monkeypatch.setattr(tiercel, "silu_and_mul", noted)
         return made
 
     @staticmethod
     def gradients(mlp, x, function=None):
         x = x.clone().requires_grad_()
         y = (function or mlp)(x)
-        return torch.autograd.grad(y.square().sum(), (x, *mlp.parameters()), create_graph=True)
+        wanted = (x, *(p for p in mlp.parameters() if p.requires_grad))
+        return torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
 
-    def test_it_is_made_again(self, made):
-        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16), (16,)])
+    def test_it_is_made_again(self, made, shape, bias):
+        mlp, x = GatedMLP(usual, bias=bias), torch.randn(shape)
         right = self.gradients(mlp, x)
         door.apply(mlp)
-        y = mlp(x)
-        assert [made.pop()() for _ in range(len(made))] == [None]
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = mlp(x)
+        parameters = {p.data_ptr() for p in mlp.parameters()}
+        sizes = [t.numel() for t in kept if t.data_ptr() not in parameters]
+        assert sizes == [x.numel(), *[x.numel() // 16 * 24] * 2]
+        assert [make() for make in made] == [None]
         y.sum().backward()
-        assert len(made) == 1
+        assert len(made) == 1  # by the kernel of its gradients
         found = self.gradients(mlp, x)
         torch.testing.assert_close(found, right)
         second, due = (
@@ -224,39 +232,72 @@ class TestActivationsOfTraining:
         )
         torch.testing.assert_close(second, due)
 
+    @pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj", "all"])
+    def test_frozen_layers(self, frozen):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        layers = ("gate_proj", "up_proj", "down_proj") if frozen == "all" else (frozen,)
+        for name in layers:
+            getattr(mlp, name).requires_grad_(False)
+        right = self.gradients(mlp, x)
+        (alone,) = (
+            torch.autograd.grad(mlp(x).sum(), mlp.up_proj.bias, allow_unused=True)
+            if ("up_proj" not in layers)
+            else (None,)
+        )
+        door.apply(mlp)
+        torch.testing.assert_close(self.gradients(mlp, x), right)
+        if alone is not None:
+            (found,) = torch.autograd.grad(mlp(x).sum(), mlp.up_proj.bias)
+            torch.testing.assert_close(found, alone)
+
+    def test_one_matrix_of_gate_and_up(self):
+        model = make("Phi3").float()
+        mlp, x = model.model.layers[0].mlp, torch.randn(2, 3, model.config.hidden_size)
+        right = self.gradients(mlp, x)
+        door.apply(model)
+        torch.testing.assert_close(self.gradients(mlp, x), right)
+
     @pytest.mark.parametrize("reentrant", [False, True])
-    def test_checkpointing_keeps_none_of_it(self, made, reentrant):
+    def test_checkpointing(self, made, reentrant):
         mlp, x = GatedMLP(usual), torch.randn(3, 16)
         right = self.gradients(mlp, x)
         door.apply(mlp)
         function = partial(checkpoint, mlp, use_reentrant=reentrant)
         x = x.clone().requires_grad_()
         function(x).square().sum().backward()
-        assert len(made) == (3 if reentrant else 2)  # the forward twice; without hooks, again
+        assert len(made) == 2  # the forward twice
         torch.testing.assert_close((x.grad, *(p.grad for p in mlp.parameters())), right)
 
-    def test_functorch(self, made):
+    def test_functorch(self):
         mlp, x = GatedMLP(usual), torch.randn(3, 16)
         door.apply(mlp)
         found = torch.func.grad(lambda x: mlp(x).square().sum())(x)
         torch.testing.assert_close(found, self.gradients(mlp, x)[0])
 
-    @pytest.mark.parametrize("changed", ["weight", "gate"])
-    def test_changes_in_place_are_errors(self, made, changed):
+    def test_forward_mode(self):
+        mlp, x, direction = GatedMLP(usual), torch.randn(3, 16), torch.randn(3, 16)
+
+        def slope():
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(mlp(forward_ad.make_dual(x, direction))).tangent
+
+        right = slope()
+        door.apply(mlp)
+        torch.testing.assert_close(slope(), right)
+
+    def test_changes_in_place_are_errors(self):
         mlp, x = GatedMLP(usual), torch.randn(3, 16, requires_grad=True)
         door.apply(mlp)
-        seen = []
-        mlp.gate_proj.register_forward_hook(lambda module, given, out: seen.append(out))
         y = mlp(x)
         with torch.no_grad():
-            (mlp.down_proj.weight if changed == "weight" else seen[0]).add_(1)
+            mlp.down_proj.weight.add_(1)
         with pytest.raises(RuntimeError, match="inplace operation"):
             y.sum().backward()
 
-    def test_an_activation_that_its_product_changes(self, made):
+    def test_layers_of_another_kind_are_called(self, made):
         class Doubles(nn.Linear):
             def forward(self, x):
-                return super().forward(x.mul_(2))
+                return super().forward(2 * x)
 
         mlp, x = GatedMLP(usual), torch.randn(3, 16)
         mlp.down_proj = Doubles(24, 16)
@@ -264,12 +305,23 @@ class TestActivationsOfTraining:
         door.apply(mlp)
         torch.testing.assert_close(self.gradients(mlp, x), right)
 
-    def test_where_hooks_are_not_allowed(self, made):
-        mlp, x = GatedMLP(usual), torch.randn(3, 16, requires_grad=True)
+    def test_hooks_of_a_layer_run(self):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        mlp.gate_proj.register_forward_hook(lambda module, given, out: 2 * out)
+        right = self.gradients(mlp, x)
         door.apply(mlp)
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            mlp(x).sum().backward()
-        assert len(made) == 1
+        torch.testing.assert_close(self.gradients(mlp, x), right)
+
+    def test_under_autocast(self):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            right = self.gradients(mlp, x)
+        door.apply(mlp)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = mlp(x)
+            assert y.dtype == torch.bfloat16
+            found = self.gradients(mlp, x)
+        torch.testing.assert_close(found, right, atol=2e-2, rtol=2e-2)
 
 
 def test_applied_models_are_pickled():

@@ -31,7 +31,9 @@ def test_every_size_has_a_plan_that_covers_it():
         for k in (8, 136, 1024, 16384):
             for tokens in (16, 128, 4096):
                 got = plan(ExchangeTensor, n, k, tokens)
-                tiles = -(-n // (got["tile_m"] * got["cluster"])) * -(-k // got["tile_n"])
+                height = got["tile_m"] * got["cluster"]
+                tiles = -(-got["rows"] // height) * -(-k // got["tile_n"])
+                assert got["rows"] == n or (got["rows"] < n and got["rows"] % height == 0)
                 assert got["kernel"].startswith(f"linear_weight_fp8_128x{got['tile_n']}")
                 assert got["grid"] % got["cluster"] == 0
                 assert got["grid"] <= min(132, tiles * got["cluster"])
@@ -42,6 +44,14 @@ def test_every_size_has_a_plan_that_covers_it():
 def test_few_tiles_are_narrow_and_many_are_wide():
     assert plan(ExchangeTensor, 1024, 1024, 8192)["tile_n"] == 128
     assert plan(ExchangeTensor, 4096, 4096, 8192)["tile_n"] == 256
+
+
+def test_rows_that_fill_no_round_have_a_launch_of_their_own():
+    """56 x 8 tiles of 128 x 256 take four rounds, the last one for a third of the GPU."""
+    got = plan(ExchangeTensor, 7168, 2048, 8192)
+    assert (got["tile_n"], got["rows"]) == (256, 6144)
+    assert plan(ExchangeTensor, 7168, 2048, 128)["rows"] == 7168  # a launch costs more than that
+    assert plan(ExchangeTensor, 4096, 4096, 8192)["rows"] == 4096  # nearly four whole rounds
 
 
 def test_nothing_to_launch(make):

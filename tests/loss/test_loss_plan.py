@@ -178,3 +178,48 @@ def test_mean_scale(make):
         _C.cross_entropy_mean_scale_plan(
             target, make(64, dtype="bfloat16"), make(1, dtype="float32"), -100
         )
+
+
+def targets(make, **changes):
+    given = {
+        "sums": make(50, 64, dtype="bfloat16"),
+        "x": make(7, 64, dtype="bfloat16"),
+        "target": make(7, dtype="int32"),
+        "order": make(7, dtype="int64"),
+        "by": make(7),
+    }
+    return _C.target_rows_plan(*(given | changes).values())
+
+
+def test_what_targets_add(make):
+    got = targets(make)
+    assert got["kernel"].startswith("target_rows<BFloat16, elements=8")
+    assert (got["grid"], got["parts"], got["block"]) == (7, 1, 32)
+    wide = {"sums": make(50, 5000, dtype="float16"), "x": make(7, 5000, dtype="float16")}
+    got = targets(make, **wide)
+    assert (got["kernel"], got["parts"], got["block"]) == (
+        "target_rows<Float16, elements=8>",
+        3,
+        256,
+    )
+    apart = make(7, 64, dtype="bfloat16", strides=(65, 1))
+    assert targets(make, x=apart)["kernel"] == "target_rows<BFloat16, elements=1>"
+    none = {"x": make(0, 64, dtype="bfloat16"), "target": make(0, dtype="int32")}
+    none |= {"order": make(0, dtype="int64"), "by": make(0)}
+    assert targets(make, **none)["kernel"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "name", "shape", "dtype"),
+    [
+        (TypeError, "`sums` must have dtype bfloat16 or float16", "sums", (50, 64), "float32"),
+        (TypeError, "`x` must have dtype bfloat16, got float16", "x", (7, 64), "float16"),
+        (ValueError, r"`x` must have shape \[T, H\] = \[7, 64\]", "x", (7, 63), "bfloat16"),
+        (TypeError, "`target` must have dtype int32", "target", (7,), "int64"),
+        (TypeError, "`order` must have dtype int64", "order", (7,), "int32"),
+        (ValueError, r"`by` must have shape \[T\] = \[7\], got \[8\]", "by", (8,), "float32"),
+    ],
+)
+def test_bad_lists_of_targets(make, error, text, name, shape, dtype):
+    with pytest.raises(error, match=f"^linear_cross_entropy: {text}"):
+        targets(make, **{name: make(*shape, dtype=dtype)})

@@ -228,6 +228,9 @@ def operator_calls():
                         with contextlib.suppress(RuntimeError):  # there is no derivative
                             _run(op, values, **option)
                         _without_grad(op, values, **option)
+    for name in OPERATORS:  # for layers, which call a gradient and its function at once
+        if name.endswith("_backward_and_result"):
+            recorder.found[name] = recorder.found[name.removesuffix("_and_result")]
     return recorder.found
 
 

@@ -9,12 +9,11 @@ models of the same classes stay as they are.
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from tiercel.integrations.transformers.attention import ONE_SEQUENCE
 from tiercel.integrations.transformers.experts import is_experts, why_not
 from tiercel.integrations.transformers.linear import linear_forward, why_not_linear
 from tiercel.integrations.transformers.loss import use_linear_loss
+from tiercel.integrations.transformers.mlp import Activation, trained
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
 from tiercel.integrations.transformers.routers import router_forward
 
@@ -262,16 +262,15 @@ def _norm_forward(eps: float, offset: float) -> Forward:
 
 # Gated MLPs.
 
-_ACTIVATIONS: tuple[tuple[str, Forward, Forward, dict[str, Any]], ...] = (
-    ("silu_and_mul", nn.functional.silu, tiercel.silu_and_mul, {}),
-    ("gelu_and_mul", nn.functional.gelu, tiercel.gelu_and_mul, {}),
+_ACTIVATIONS: tuple[tuple[str, Forward, dict[str, Any]], ...] = (
+    ("silu_and_mul", nn.functional.silu, {}),
+    ("gelu_and_mul", nn.functional.gelu, {"approximate": "none"}),
     (
         "gelu_and_mul",
         lambda x: nn.functional.gelu(x, approximate="tanh"),
-        tiercel.gelu_and_mul,
         {"approximate": "tanh"},
     ),
-    ("relu_and_mul", nn.functional.relu, tiercel.relu_and_mul, {}),
+    ("relu_and_mul", nn.functional.relu, {}),
 )
 _APART = ("gate_proj", "up_proj", "down_proj")
 _JOINED = ("gate_up_proj", "down_proj")
@@ -292,14 +291,14 @@ def _gated_mlp(module: nn.Module) -> Forward | str | None:
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     with torch.no_grad():
         known = [
-            (op, more) for _, plain, op, more in _ACTIVATIONS if _equal(_try(act, x), plain(x))
+            (name, more) for name, plain, more in _ACTIVATIONS if _equal(_try(act, x), plain(x))
         ]
     if not known:
         return "its activation is not SiLU, GELU or ReLU"
-    op, more = known[0]
+    name, more = known[0]
     if not _is_gated(module, names, act):
         return "it computes something else than a gated MLP"
-    return _mlp_forward(op, more, joined=names is _JOINED)
+    return _mlp_forward(Activation(name, more), joined=names is _JOINED)
 
 
 def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward) -> bool:
@@ -324,74 +323,21 @@ def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward) -> bool:
         return _equal(_try(lambda x: type(module).forward(small, x), x), expected)
 
 
-def _mlp_forward(op: Forward, more: dict[str, Any], joined: bool) -> Forward:
+def _mlp_forward(activation: Activation, joined: bool) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if _compiler_joins():
             return type(self).forward(self, x)  # type: ignore[no-any-return]
-        if joined:
-            gate, up = self.gate_up_proj(x), None  # type: ignore[operator]
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
-        if gate.dtype not in _FLOATS or (up is not None and up.dtype != gate.dtype):
+        names = _JOINED if joined else _APART
+        *before, down = (getattr(self, name) for name in names)
+        result = trained(x, (*before, down), activation)
+        if result is not None:
+            return result
+        made = [layer(x) for layer in before]
+        if any(t.dtype not in _FLOATS or t.dtype != made[0].dtype for t in made):
             return type(self).forward(self, x)  # type: ignore[no-any-return]
-        product = op(gate, up, **more)
-        kept = [None if x is None else x.detach() for x in (gate, up)]
-        with _made_again(product, kept, lambda: op(*kept, **more)):
-            return self.down_proj(product)  # type: ignore[no-any-return, operator]
+        return down(activation(made[0], None if joined else made[1]))  # type: ignore[no-any-return]
 
     return forward
-
-
-def _made_again(
-    x: Tensor, sources: Sequence[Tensor | None], make: Callable[[], Tensor]
-) -> contextlib.AbstractContextManager[Any]:
-    """Inside, what keeps `x` for its backward makes it of `sources` there instead: an activation
-    is the largest tensor of a layer, and cheap.
-
-    Not in graphs, whose compiler decides itself, and not below activation checkpointing, functorch
-    or other users of such hooks.
-    """
-    ours = torch._C._autograd
-    top = getattr(ours, "_top_saved_tensors_default_hooks", None)
-    if (
-        torch.compiler.is_compiling()
-        or not x.requires_grad
-        or type(x) is not Tensor
-        or x.numel() == 0
-        or x.is_meta  # no address tells such tensors apart
-        or top is None
-        or torch._C._are_functorch_transforms_active()
-        or not ours._saved_tensors_hooks_is_enabled()
-        or top(True) is not None
-    ):
-        return contextlib.nullcontext()
-    own = x.data_ptr(), x.numel(), x.dtype, x._version
-    versions = [None if source is None else source._version for source in sources]
-
-    def unchanged(tensor: Tensor | None, version: int | None) -> None:
-        """Autograd's own check, which hooks turn off."""
-        if tensor is not None and tensor._version != version:
-            raise RuntimeError(
-                "a tensor that the backward of a gated MLP needs was modified by an inplace "
-                "operation"
-            )
-
-    def pack(kept: Tensor) -> Any:
-        if type(kept) is Tensor and kept.is_contiguous():
-            if (kept.data_ptr(), kept.numel(), kept.dtype, kept._version) == own:
-                return kept.shape
-        return kept, kept._version
-
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, torch.Size):
-            for source, version in zip(sources, versions, strict=True):
-                unchanged(source, version)
-            with torch.no_grad():
-                return make().view(kept)
-        unchanged(*kept)
-        return kept[0]  # type: ignore[no-any-return]
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _not_alone(module: nn.Module) -> str | None:

@@ -29,6 +29,7 @@ constexpr Field<ActivationBackwardCall> kBackwardFields[] = {
     Optional<&ActivationBackwardCall::up>("up"),
     Tensor<&ActivationBackwardCall::x_grad>("x_grad"),
     Optional<&ActivationBackwardCall::up_grad>("up_grad"),
+    Optional<&ActivationBackwardCall::out>("out"),
     Index<ActivationFunction::kRelu, &ActivationBackwardCall::function>("function"),
     Value<&ActivationBackwardCall::gated>("gated"),
 };
@@ -79,7 +80,7 @@ constexpr Function kFunctions[] = {
     PlanOf<kForward, activation_plan, kPlan>("activation_plan"),
     LaunchOf<kBackward, activation_backward, CheckTogether>(
         "activation_backward",
-        "Launches the kernel on the current stream; fills `x_grad` and `up_grad`."),
+        "Launches the kernel on the current stream; fills `x_grad`, `up_grad` and `out`."),
     PlanOf<kBackward, BackwardPlan, kPlan>("activation_backward_plan"),
     FunctionOf<kLoad, LoadFunction>("activation_load", "None",
                                     "Loads a function's kernels on a CUDA device, by its index."),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,19 +54,25 @@ class Activation:
             gradient=Gradient(self._save, self._gradients),
             plugin=lambda backend, call: flat_gate(backend, call, self._gated),
         )
-        self._backward = Op(
-            spec.BACKWARD[name],
+        self._backward = self._gradient(spec.BACKWARD[name], again=False)
+        if self._gated:
+            # For a layer that does not keep the result, and needs it in its backward.
+            self._gradient(spec.BACKWARD_AND_RESULT[name], again=True)
+
+    def _gradient(self, declared: spec.Spec, again: bool) -> Op:
+        return Op(
+            declared,
             sm90=Native(
-                self._run_backward,
+                partial(self._run_backward, again),
                 lambda *args: {},  # it takes all
-                spec.BACKWARD[name].names,
+                declared.names,
                 _DESCRIPTION,
                 returns=True,
             ),
-            reference=self._reference_backward,
+            reference=partial(self._reference_backward, again),
             method=_METHOD,
             out=False,
-            fake=self._empty_gradients,
+            fake=partial(self._empty_gradients, again),
         )
 
     def _load(self, device: int) -> None:
@@ -120,32 +127,41 @@ class Activation:
         x_grad, up_grad = self._backward(grad, x, up, *options)
         return {"x": x_grad, "up": None if up is None else up_grad}
 
-    def _empty_gradients(self, call: Call) -> Any:
+    def _empty_gradients(self, again: bool, call: Call) -> Any:
         x_grad = call.x.new_empty(call.x.shape)
         if not self._gated:
             return x_grad
-        return x_grad, call.x.new_empty(0 if call.up is None else call.up.shape)
+        up_grad = call.x.new_empty(0 if call.up is None else call.up.shape)
+        return (x_grad, up_grad, call.x.new_empty(call.grad.shape)) if again else (x_grad, up_grad)
 
     # Positional arguments: the generic path from a declaration takes longer than the launch.
-    def _run_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> Any:
+    def _run_backward(self, again: bool, grad: Tensor, x: Tensor, *rest: Any) -> Any:
         up, *option = rest if self._gated else (None, *rest)
         x_grad = empty(x, tuple(x.shape), x.dtype)
         up_grad = None if up is None else empty(x, tuple(up.shape), x.dtype)
+        out = empty(x, tuple(grad.shape), x.dtype) if again else None
         _C.activation_backward(
             rows(grad),
             rows(x),
             None if up is None else rows(up),
             x_grad,
             up_grad,
+            out,
             self._functions.get(option[0] if option else None, -1),
             self._gated,
         )
         if not self._gated:
             return x_grad
-        return x_grad, empty(x, (0,), x.dtype) if up_grad is None else up_grad
+        if up_grad is None:
+            up_grad = empty(x, (0,), x.dtype)
+        return (x_grad, up_grad) if out is None else (x_grad, up_grad, out)
 
-    def _reference_backward(self, call: Call) -> Any:
+    def _reference_backward(self, again: bool, call: Call) -> Any:
         approximate = getattr(call, "approximate", None)
         up = getattr(call, "up", None)
         found = ref.backward(self.name, call.grad, call.x, up, approximate)
-        return (*found, call.x.new_empty(0)) if self._gated and up is None else found
+        if self._gated and up is None:
+            found = (*found, call.x.new_empty(0))
+        if again:
+            found = (*found, getattr(ref, self.name)(call.x, up, **self._options(call)))
+        return found

@@ -68,8 +68,8 @@ def _plain(name: str) -> Spec:
     )
 
 
-def _gated_backward(name: str) -> Spec:
-    """The second result is empty without `up`."""
+def _gated_backward(name: str, again: bool = False) -> Spec:
+    """The second result is empty without `up`; the third one is that of the forward, `again`."""
 
     def check(call: Call) -> None:
         _check_halves(name, call)
@@ -81,12 +81,16 @@ def _gated_backward(name: str) -> Spec:
             )
 
     return Spec(
-        f"{name}_backward",
+        f"{name}_backward_and_result" if again else f"{name}_backward",
         Tensor("grad", "... N", FLOATS, strided=True),
         Tensor("x", "... C", "grad", strided=True),
         _UP,
         *_options(name),
-        results=[Tensor("x_grad", "... C", "x"), Tensor("up_grad", "*", "x")],
+        results=[
+            Tensor("x_grad", "... C", "x"),
+            Tensor("up_grad", "*", "x"),
+            *[Tensor("out", "... N", "x")] * again,
+        ],
         check=check,
         gradient_of=name,
     )
@@ -106,3 +110,4 @@ def _plain_backward(name: str) -> Spec:
 SPECS = {name: _gated(name) for name in GATED} | {name: _plain(name) for name in PLAIN}
 BACKWARD = {name: _gated_backward(name) for name in GATED}
 BACKWARD |= {name: _plain_backward(name) for name in PLAIN}
+BACKWARD_AND_RESULT = {name: _gated_backward(name, again=True) for name in GATED}

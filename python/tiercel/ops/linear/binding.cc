@@ -91,6 +91,7 @@ constexpr PlanField<LinearWeightPlan> kWeightPlanFields[] = {
     Entry<&LinearWeightPlan::grid>("grid"),
     Entry<&LinearWeightPlan::block>("block"),
     Entry<&LinearWeightPlan::dynamic_smem>("dynamic_smem"),
+    Entry<&LinearWeightPlan::rows>("rows"),
 };
 constexpr PlanDict<LinearWeightPlan> kWeightPlan{"LinearWeightPlan", kWeightPlanFields};
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/loss/cross_entropy.h"
+#include "kernels/loss/target_rows.h"
 #include "python/bindings/functions.h"
 
 namespace tiercel::python {
@@ -42,6 +43,21 @@ constexpr PlanField<CrossEntropyPlan> kPlanFields[] = {
 };
 constexpr PlanDict<CrossEntropyPlan> kPlan{"CrossEntropyPlan", kPlanFields};
 
+constexpr Field<TargetRowsCall> kTargetRowsFields[] = {
+    Tensor<&TargetRowsCall::sums>("sums"),     Tensor<&TargetRowsCall::x>("x"),
+    Tensor<&TargetRowsCall::target>("target"), Tensor<&TargetRowsCall::order>("order"),
+    Tensor<&TargetRowsCall::by>("by"),
+};
+constexpr Parameters<TargetRowsCall> kTargetRows{"linear_cross_entropy", kTargetRowsFields};
+
+constexpr PlanField<TargetRowsPlan> kTargetRowsPlanFields[] = {
+    Entry<&TargetRowsPlan::kernel>("kernel"),
+    Entry<&TargetRowsPlan::grid>("grid"),
+    Entry<&TargetRowsPlan::parts>("parts"),
+    Entry<&TargetRowsPlan::block>("block"),
+};
+constexpr PlanDict<TargetRowsPlan> kTargetRowsPlan{"TargetRowsPlan", kTargetRowsPlanFields};
+
 constexpr Function kFunctions[] = {
     LaunchOf<kCrossEntropy, cross_entropy>(
         "cross_entropy", "Launches the kernel on the current stream; fills `loss` and `grad`."),
@@ -53,6 +69,10 @@ constexpr Function kFunctions[] = {
     LaunchOf<kRescale, cross_entropy_rescale>(
         "cross_entropy_rescale", "Launches the kernel that multiplies `grad` by `factor`."),
     LoadOf<cross_entropy_load>("cross_entropy_load"),
+    LaunchOf<kTargetRows, target_rows>(
+        "target_rows", "Launches the kernel that adds what tokens add at their targets to `sums`."),
+    PlanOf<kTargetRows, target_rows_plan, kTargetRowsPlan>("target_rows_plan"),
+    LoadOf<target_rows_load>("target_rows_load"),
 };
 const Family kFamily(kFunctions);
 

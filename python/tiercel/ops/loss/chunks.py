@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tiercel.core.spec import Call
 
-# Temporary tensors may take as much memory as the weight's gradient, or this many bytes.
+# Temporary tensors may take the memory of so many rows of logits, or of half of the weight's
+# gradient where that is more; not more than that gradient, unless _LEAST_MEMORY is more.
+_ENOUGH_ROWS = 2048
 _LEAST_MEMORY = 512 << 20
 # With fewer rows a chunk's products wait for memory, which reads and writes the sums of gradients.
 _LEAST_ROWS = 1024
@@ -40,7 +42,9 @@ def divide(call: Call, for_weight: bool) -> Chunks:
     (total, hidden), classes = call.x.shape, call.weight.shape[0]
     size = call.x.element_size()
     row_bytes = -(-classes * size // _ROW_BYTES) * _ROW_BYTES
-    memory, result = max(classes * hidden * size, _LEAST_MEMORY), classes * hidden * size
+    result = classes * hidden * size
+    memory = min(result, max(result // 2, _ENOUGH_ROWS * row_bytes))
+    memory = max(memory, _LEAST_MEMORY)
     most = memory // row_bytes
     kept = for_weight and size == 2 and getattr(call, "weight_grad_dtype", None) is not None
     several = for_weight and size == 2 and total > most and not kept
@@ -118,8 +122,16 @@ def losses(call: Call, launch: Launch) -> Tensor:
     return loss
 
 
-def with_gradient(call: Call, launch: Launch, mean_scale: Callable[..., Tensor]) -> Any:
-    """The gradient of the logits takes their place; both products follow before the next chunk."""
+def with_gradient(
+    call: Call,
+    launch: Launch,
+    mean_scale: Callable[..., Tensor],
+    at_targets: Callable[[Tensor, Tensor, Tensor, Tensor, int], None] | None = None,
+) -> Any:
+    """The gradient of the logits takes their place; both products follow before the next chunk.
+
+    `at_targets` adds as `add_targets`, which is used without it.
+    """
     scale = call.scale
     if call.mean:
         mean = mean_scale(call.target, call.class_weight, call.ignore_index)
@@ -152,7 +164,7 @@ def with_gradient(call: Call, launch: Launch, mean_scale: Callable[..., Tensor])
             _add_product(sums, grad.t(), part.x, first=part.at.start == 0)
         del own, grad, part  # the logits' memory, which what follows needs
     if chunks.apart:
-        add_targets(sums, x, places, of_targets, chunks.memory)
+        (at_targets or add_targets)(sums, x, places, of_targets, chunks.memory)
     if getattr(call, "weight_grad_dtype", None) is None:
         sums = sums.to(weight.dtype)
     return loss.sum(), grad_x, sums, of_bias.to(weight.dtype)

@@ -45,11 +45,21 @@ def _mean_scale(target: Tensor, class_weight: Tensor | None, ignore_index: int) 
     return scale
 
 
+def _at_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int) -> None:
+    places, order = target.int().sort(stable=True)
+    _C.target_rows(sums, x, places, order, by)
+
+
+def _load(device: int) -> None:
+    _C.cross_entropy_load(device)
+    _C.target_rows_load(device)
+
+
 def _sm90(gradient: bool) -> Python:
     def run(call: Call) -> Any:
         call = _ready(call)
         if gradient:
-            return with_gradient(call, _C.cross_entropy, _mean_scale)
+            return with_gradient(call, _C.cross_entropy, _mean_scale, _at_targets)
         return losses(call, _C.cross_entropy)
 
     def plan(call: Call) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def _sm90(gradient: bool) -> Python:
         plan,
         "cuBLAS products around a kernel that reads a chunk's logits once and writes their "
         "gradient in their place",
-        load=_C.cross_entropy_load,
+        load=_load,
     )
 
 
@@ -225,9 +235,10 @@ def linear_cross_entropy(
     largest tensor of a training step. They are made a chunk of rows at a time; with a gradient
     wanted, the forward makes those of ``x``, ``weight`` and ``bias`` from each chunk at once, and
     the backward has nothing left to do, or multiplies by the gradient of the loss where that is not
-    1. Temporary tensors take at most as much memory as the weight's gradient, or 512 MiB where that
-    is smaller. The products are cuBLAS's. Works under torch.compile, torch.autocast and activation
-    checkpointing, and in CUDA graphs; it never synchronises.
+    1. Temporary tensors take the memory of 2048 rows of logits, or of half the weight's gradient
+    where that is more; not more than that gradient, or 512 MiB. The products are cuBLAS's. Works
+    under torch.compile, torch.autocast and activation checkpointing, and in CUDA graphs; it never
+    synchronises.
 
     Outside of compiled graphs, a 16-bit leaf ``weight`` with ``weight.grad_dtype = torch.float32``,
     where PyTorch has that, gets its gradient as the float32 sums, never rounded: for gradients that
@@ -252,8 +263,8 @@ def linear_cross_entropy(
         softcap: ``softcap * tanh(logits / softcap)`` takes the logits' place, or None.
         accum_dtype: The dtype in which chunks' gradients of a 16-bit ``weight`` are added. None:
             float32 where the memory above suffices, else the weight's but for the targets' part,
-            which is float32. ``torch.float32``: float32, with up to twice as much memory. It makes
-            no difference to one chunk.
+            which is float32. ``torch.float32``: float32, with the memory of two weight gradients,
+            or 1 GiB where that is smaller. It makes no difference to one chunk.
         group: A process group of :mod:`torch.distributed`, each rank of which holds an equal part
             of the classes, in order: ``weight`` and ``bias`` are this rank's, ``target`` is of all
             classes, and x and target are the same on all ranks. So are the loss and the gradient of

@@ -32,6 +32,18 @@ def step(function: Callable[..., Any], inputs: Inputs) -> tuple[Any, ...]:
     return (out.detach(), *torch.autograd.grad(out, leaves, inputs["grad"]))
 
 
+def memory(function: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
+    """The most memory that a step takes beside its inputs, its results included."""
+    import torch
+
+    if inputs["x"].device.type != "cuda":
+        return {}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(function, inputs)
+    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
 def _reference(case: Any, inputs: Inputs) -> Any:
     """In float64, an expert at a time; the results are float32, which is less memory."""
     import torch
@@ -93,7 +105,8 @@ def _ours(case: Any, inputs: Inputs, backend: str) -> Launch:
     import tiercel
 
     function = partial(tiercel.fused_moe, activation=case["act"], backend=backend)
-    return Launch(lambda: step(function, inputs), details={"kernel": "fused_moe_with_gradient"})
+    details = {"kernel": "fused_moe_with_gradient", **memory(function, inputs)}
+    return Launch(lambda: step(function, inputs), details=details)
 
 
 def _bytes(case: Any) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiercel.ops.moe.cases_training import step
+from tiercel.ops.moe.cases_training import memory, step
 from tiercel.ops.moe.peers import activation
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
@@ -40,7 +40,8 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
 
     if not hasattr(torch, "_grouped_mm") or case.dtype != "bfloat16":
         raise Unsupported("torch's grouped product is for bfloat16")
-    return Launch(lambda: step(partial(by_groups, activation(case)), inputs))
+    function = partial(by_groups, activation(case))
+    return Launch(lambda: step(function, inputs), details=memory(function, inputs))
 
 
 def by_sonicmoe(x: Any, w_up: Any, w_down: Any, weights: Any, ids: Any) -> Any:
@@ -69,8 +70,19 @@ def by_sonicmoe(x: Any, w_up: Any, w_down: Any, weights: Any, ids: Any) -> Any:
 def _sonicmoe(case: Any, inputs: dict[str, Any]) -> Launch:
     if case["act"] != "silu":
         raise Unsupported("it is called with SwiGLU here")
-    step(by_sonicmoe, inputs)
-    return Launch(lambda: step(by_sonicmoe, inputs))
+    _do_not_tune()
+    step(by_sonicmoe, inputs)  # compiles
+    details = {"tuned": False, **memory(by_sonicmoe, inputs)}
+    return Launch(lambda: step(by_sonicmoe, inputs), details=details)
+
+
+def _do_not_tune() -> None:
+    """Leaves quack's products one configuration, its own default: with a choice of 40 it compiles
+    and times each of them for each product and size, for minutes."""
+    products: Any = importlib.import_module("quack.gemm_interface")
+    default = importlib.import_module("quack.autotuner").AutotuneConfig(config=None)
+    for name in ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"):
+        getattr(products, name).configs = [default]
 
 
 ADAPTERS = {
