@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (warp >= kW4Consumers / 32) {
-    run_loader<Shape>(tile_args, share, shared, barriers);
+    run_loader<Shape>(tile_args, share, shared, barriers, [](int) {});
     return;
   }
   take_registers<Shape>();

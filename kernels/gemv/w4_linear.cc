@@ -222,7 +222,8 @@ struct KernelTime {
 
 KernelTime time_of(const W4TilesKernel& kernel) {
   const double tokens = kernel.tokens;
-  return {930 + tokens * 4.4, 0, 7350 + tokens * 19, 7880 + tokens * 57};
+  const double step = kernel.groups == 1 ? 640 + tokens * 7.3 : 700 + tokens * 6.2;
+  return {step, 0, 8000, 8900 + tokens * 24};
 }
 
 KernelTime time_of(const W4Float8Kernel& kernel) {

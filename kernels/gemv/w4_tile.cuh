@@ -37,11 +37,14 @@ struct W4Tile {
   static constexpr int kStages = kStages_;
   static constexpr int kConsumers = kW4Consumers * kGroups;
   static constexpr int kXBytes = kTokens * kW4Step * kValueBytes;
+  static constexpr int kWeightBytes = kW4Rows * (kW4Step / 2);
+  static constexpr int kScaleBytes = w4_scale_bytes(kValueBytes);
   static constexpr int kStageBytes = w4_stage_bytes(kTokens, kValueBytes);
   static constexpr int kExchangeBytes = w4_exchange_bytes(kTokens, kGroups);
   static constexpr int kXBoxes = kValueBytes;  // of rows of 128 bytes
   static constexpr int kPairs = kTokens / 16;  // of matrices of 8 tokens
-  static constexpr int kDealt = w4_dealt_registers(kTogether_, kGroups);
+  static constexpr int kDealt = w4_dealt_registers(kTogether_, kGroups, kScaleBytes > 0);
+  static constexpr int kLeft = w4_left_registers(kGroups, kScaleBytes > 0);
   static_assert(kGroups <= 2 && kPairs % kGroups == 0);
   // A stage always has the same group: it could take the phase before another's for its own.
   static_assert(kStages % kGroups == 0);
@@ -74,7 +77,7 @@ struct W4Barriers {
   __device__ __forceinline__ void init(const W4Share& share) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < Shape::kStages; ++s) {
-        mbarrier_init(filled + s, 1);
+        mbarrier_init(filled + s, Shape::kScaleBytes > 0 ? 2 : 1);
         mbarrier_init(freed + s, kW4Consumers / 32);
       }
       mbarrier_init(&received, 1);
@@ -115,7 +118,7 @@ __device__ __forceinline__ void load_stages(const W4TilesArgs& args, const W4Sha
     mbarrier_wait(barriers.freed + stage, parity);  // at once, the first time
     uint64_t* const filled = barriers.filled + stage;
     char* const to = shared + stage * Shape::kStageBytes;
-    mbarrier_expect(filled, Shape::kStageBytes);
+    mbarrier_expect(filled, Shape::kStageBytes - Shape::kScaleBytes);
     box_load(to + Shape::kXBytes, &args.weight_map, i * kRowBytes, share.first_row, filled);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -133,12 +136,21 @@ __device__ __forceinline__ void stages_were_read() {
   cluster_wait();
 }
 
-// All that the threads behind those that multiply do.
-template <typename Shape>
+// All that the threads behind those that multiply do. One loads; warps 0, 1 and 2 behind its warp
+// call others(warp).
+template <typename Shape, typename Others>
 __device__ __forceinline__ void run_loader(const W4TilesArgs& args, const W4Share& share,
-                                           char* shared, W4Barriers<Shape>& barriers) {
-  if (Shape::kDealt > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-  if (threadIdx.x == Shape::kConsumers) load_stages<Shape>(args, share, shared, barriers);
+                                           char* shared, W4Barriers<Shape>& barriers,
+                                           const Others& others) {
+  if (Shape::kDealt > 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kLeft));
+  }
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - Shape::kConsumers / 32;
+  if (warp > 0) {
+    others(warp - 1);
+  } else if (threadIdx.x == Shape::kConsumers) {
+    load_stages<Shape>(args, share, shared, barriers);
+  }
   __syncwarp();
   if (share.blocks > 1) stages_were_read();
 }

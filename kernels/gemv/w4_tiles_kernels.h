@@ -31,10 +31,14 @@ inline constexpr int kW4Consumers = 256;  // threads of a group, which multiply 
 inline constexpr int kW4MaxShared = 226 * 1024;
 
 // Registers of a thread that multiplies, alone on a multiprocessor, where the loader's warpgroup
-// gives some away: of 384 threads times 168, 128 times 24 and 256 times 240; of 640 times 96, 128
-// times 24 and 512 times 112. 0 where threads keep what they have.
-constexpr int w4_dealt_registers(int together, int groups) {
-  return together > 1 ? 0 : groups == 1 ? 240 : 112;
+// gives some away, and what that keeps: of 384 threads times 168, 128 times 24 and 256 times 240,
+// or 40 and 232 where it brings scales; of 640 times 96, 128 times 32 and 512 times 112. 0 where
+// threads keep what they have.
+constexpr int w4_dealt_registers(int together, int groups, bool scales) {
+  return together > 1 ? 0 : groups == 2 ? 112 : scales ? 232 : 240;
+}
+constexpr int w4_left_registers(int groups, bool scales) {
+  return groups == 2 ? 32 : scales ? 40 : 24;
 }
 // With the loader: a warp of it, or a warpgroup where registers are dealt out again.
 constexpr int w4_threads(int together, int groups) {
@@ -51,8 +55,11 @@ struct W4TilesKernel {
   Kernel kernel;
 };
 
+// A stage's scales, 16 bytes a row. The kernels for float8 read theirs themselves.
+constexpr int w4_scale_bytes(int value_bytes) { return value_bytes == 2 ? kW4Rows * 16 : 0; }
+
 constexpr int w4_stage_bytes(int tokens, int value_bytes) {
-  return kW4Rows * (kW4Step / 2) + tokens * (kW4Step * value_bytes);
+  return kW4Rows * (kW4Step / 2) + tokens * (kW4Step * value_bytes) + w4_scale_bytes(value_bytes);
 }
 
 // In place of the stages: sums that a block's groups exchange,

@@ -112,6 +112,20 @@ template <bool kFloats>
 struct StepScales {
   uint32_t scale[kFloats ? 4 : 2];
   uint32_t zero[kFloats ? 1 : 2];
+
+  // As 16 bytes of shared memory.
+  __device__ __forceinline__ uint4 words() const {
+    if constexpr (kFloats) return make_uint4(scale[0], scale[1], scale[2], scale[3]);
+    return make_uint4(scale[0], scale[1], zero[0], zero[1]);
+  }
+  __device__ __forceinline__ void set(uint4 words) {
+    scale[0] = words.x, scale[1] = words.y;
+    if constexpr (kFloats) {
+      scale[2] = words.z, scale[3] = words.w;
+    } else {
+      zero[0] = words.z, zero[1] = words.w;
+    }
+  }
 };
 
 // A step's scales and zero points as read from memory.

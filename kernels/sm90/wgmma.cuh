@@ -53,10 +53,12 @@ __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
 #define TIERCEL_NAMES_64 \
   TIERCEL_NAMES_48       \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TIERCEL_NAMES_96                                                             \
+  TIERCEL_NAMES_64                                                                   \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define TIERCEL_NAMES_128                                                                        \
-  TIERCEL_NAMES_64                                                                               \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  TIERCEL_NAMES_96                                                                               \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
   "%127"
@@ -67,9 +69,8 @@ __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
 #define TIERCEL_SUMS_32 TIERCEL_SUMS_16, TIERCEL_SUMS_AT(16)
 #define TIERCEL_SUMS_48 TIERCEL_SUMS_32, TIERCEL_SUMS_AT(32)
 #define TIERCEL_SUMS_64 TIERCEL_SUMS_48, TIERCEL_SUMS_AT(48)
-#define TIERCEL_SUMS_128                                                          \
-  TIERCEL_SUMS_64, TIERCEL_SUMS_AT(64), TIERCEL_SUMS_AT(80), TIERCEL_SUMS_AT(96), \
-      TIERCEL_SUMS_AT(112)
+#define TIERCEL_SUMS_96 TIERCEL_SUMS_64, TIERCEL_SUMS_AT(64), TIERCEL_SUMS_AT(80)
+#define TIERCEL_SUMS_128 TIERCEL_SUMS_96, TIERCEL_SUMS_AT(96), TIERCEL_SUMS_AT(112)
 
 // d = a b + (add ? d : 0): 64 x 64 of descriptors along 16 columns.
 template <bool kBFloat16>
@@ -125,7 +126,8 @@ __device__ __forceinline__ void wgmma_float8_256(float (&d)[128], uint64_t a, ui
 template <bool kBFloat16, bool kTurned, int kCount>
 __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const uint32_t (&a)[4],
                                                      uint64_t b, bool add) {
-  static_assert(kCount == 16 || kCount == 32 || kCount == 48 || kCount == 64 || kCount == 128);
+  static_assert(kCount == 16 || kCount == 32 || kCount == 48 || kCount == 64 || kCount == 96 ||
+                kCount == 128);
 #define TIERCEL_WGMMA(type, columns, count, a0, a1, a2, a3, at_b, at_add, turned)                \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #at_add                                    \
                ", 0;\n"                                                                          \
@@ -144,6 +146,8 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const u
     TIERCEL_WGMMA(type, 96, 48, 48, 49, 50, 51, 52, 53, 54);          \
   } else if constexpr (kCount == 64) {                                \
     TIERCEL_WGMMA(type, 128, 64, 64, 65, 66, 67, 68, 69, 70);         \
+  } else if constexpr (kCount == 96) {                                \
+    TIERCEL_WGMMA(type, 192, 96, 96, 97, 98, 99, 100, 101, 102);      \
   } else {                                                            \
     TIERCEL_WGMMA(type, 256, 128, 128, 129, 130, 131, 132, 133, 134); \
   }
@@ -184,6 +188,7 @@ __device__ __forceinline__ void wgmma_float8_from_registers(float (&d)[kCount],
 #undef TIERCEL_NAMES_32
 #undef TIERCEL_NAMES_48
 #undef TIERCEL_NAMES_64
+#undef TIERCEL_NAMES_96
 #undef TIERCEL_NAMES_128
 #undef TIERCEL_SUMS_4
 #undef TIERCEL_SUMS_AT
@@ -191,6 +196,7 @@ __device__ __forceinline__ void wgmma_float8_from_registers(float (&d)[kCount],
 #undef TIERCEL_SUMS_32
 #undef TIERCEL_SUMS_48
 #undef TIERCEL_SUMS_64
+#undef TIERCEL_SUMS_96
 #undef TIERCEL_SUMS_128
 
 }  // namespace tiercel

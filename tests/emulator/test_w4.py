@@ -76,6 +76,18 @@ def test_float16(layout):
     check(3, 72, 320, layout, dtype=torch.float16, bias=True)
 
 
+def test_192_tokens():
+    check(195, 200, 576, "mxfp4", tiles=((192, 128, 2),), bias=True, activation=1)
+
+
+# Stages are used several times, by groups that run ahead of each other.
+@pytest.mark.parametrize("tokens", [32, 64, 96, 128, 256])
+def test_many_steps_in_any_order(tokens):
+    for seed in range(3):
+        with options(seed=seed):
+            check(20, 72, 3904, "mxfp4", tiles=((tokens, 128, 1),))
+
+
 def test_in_any_order():
     for seed in (1, 2):
         with options(seed=seed):

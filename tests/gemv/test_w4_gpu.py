@@ -87,6 +87,26 @@ def test_every_kernel(shape, cluster, layout):
             check(tokens, features, k, layout, tiles=tiles, bias=bias, activation=activation)
 
 
+def test_192_tokens():
+    for cluster in (1, 3):
+        bias = torch.randn(264, device="cuda").bfloat16()
+        check(195, 264, 1088, "mxfp4", tiles=(192, 128, cluster), bias=bias)
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 96, 128, 192, 256])
+def test_many_steps_many_times(tokens):
+    """Rows of many stages in more clusters than fit at once, where warps of a block drift apart."""
+    weights = draw("mxfp4", 4096, 8192, torch.bfloat16, "cuda")
+    x = torch.randn(64, 8192, device="cuda").bfloat16()
+    given = (x, weights.packed, weights.scale, None, None, None, None)
+    index, tiles = FORMATS.index("mxfp4"), (tokens, 128, 4)
+    results = [x.new_empty(64, 4096) for _ in range(400)]
+    for result in results:
+        _C.w4_linear(*given, result, index, 0, tiles)
+    assert_close(results[0], *truth(x, weights), "mxfp4")
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [1, 9, 50])
