@@ -2,6 +2,7 @@
 #include "kernels/delta/delta_rule.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -42,6 +43,11 @@ int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) 
   const int64_t segments = kDefaultMultiprocessors / blocks;
   if (sizes.key_size != kDeltaScanSize || segments < kLeastSegments * count) return 0;
   return std::max(kLeastChunks, ceil_div(chunks, segments));
+}
+
+int variant() {
+  const char* const text = std::getenv("DELTA_V");
+  return text == nullptr ? 1 : std::atoi(text);
 }
 
 Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* plan,
@@ -89,12 +95,22 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int key_size = static_cast<int>(sizes.key_size);
   const int64_t places = args->tokens == 0 ? 0 : ceil_div(args->tokens, kDeltaChunk) + args->count;
   const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
-  const int groups =
+  int groups =
       slices > 1 && args->count * sizes.v_heads * slices > kDefaultMultiprocessors ? 2 : 1;
   args->segment_chunks = choose_segments(sizes, args->count, places);
   const int64_t slots =
       args->segment_chunks == 0 ? args->count : places / args->segment_chunks + args->count;
+  if ((variant() & 4) && slices == 2 && groups == 1 && args->segment_chunks == 0 && !channels &&
+      slots * sizes.v_heads * slices > kDefaultMultiprocessors / 2) {
+    groups = 2;
+  }
   plan->grid = slots * sizes.v_heads * ceil_div(slices, groups);
+  args->places = places;
+  const int64_t items = ceil_div(places, std::max(args->count, 1)) * std::max(args->count, 1) * sizes.k_heads;
+  const bool beside = (variant() & 1) && !channels && args->segment_chunks == 0 && plan->grid > 0 &&
+                      plan->grid <= kDefaultMultiprocessors / 2 &&
+                      items > kDefaultMultiprocessors * kDeltaChunkTeams && items <= INT32_MAX;
+  args->stay = !channels && items > kDefaultMultiprocessors * kDeltaChunkTeams && (beside || (variant() & 2));
   plan->chunk_grid = places;
   plan->groups = groups;
   plan->segment_chunks = args->segment_chunks;
@@ -108,6 +124,12 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
                   channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     plan->chunks = chunks->name();
+    if (args->stay) {
+      LaunchConfig& config = launches->configs[static_cast<int>(DeltaPart::kChunks)];
+      config.grid = {static_cast<uint32_t>(kDefaultMultiprocessors - (beside ? plan->grid : 0)), 1, 1};
+      config.block.y = kDeltaChunkTeams;
+      config.dynamic_smem *= kDeltaChunkTeams;
+    }
   }
   if (plan->grid > 0 && (places > 0 || args->final_state != nullptr)) {
     const auto threads = [](int of) { return of * 128 + kDeltaLoaders; };
@@ -130,7 +152,8 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
   const int64_t states = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
   const int64_t transitions = states * (sizes.value_size + key_size);
-  plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size;
+  const int64_t flags = beside ? places * sizes.k_heads : 0;
+  plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size + flags;
   if (call.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *call.workspace, plan->workspace, q));
   auto* const begin = static_cast<float*>(call.workspace->data);
@@ -139,6 +162,9 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->tiles = reinterpret_cast<char*>(args->factors + factors);
   args->transitions = args->factors + factors + tiles;
   args->segment_states = args->transitions + transitions;
+  if (beside) {
+    args->ready = reinterpret_cast<int*>(args->segment_states + states * sizes.value_size);
+  }
   return Status();
 }
 

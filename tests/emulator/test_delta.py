@@ -177,6 +177,18 @@ def test_packed_sequences_are_divided():
     assert not out[:, :3].any() and not out[:, 2400:].any()
 
 
+@pytest.mark.parametrize("lengths", [None, (0, 1100, 1, 400), (500, 1000)])
+def test_chunks_beside_the_states(lengths):
+    """More chunks and heads than fit at once, and half of the multiprocessors without a state."""
+    heads, sizes = (14, 28), (64, 16)
+    initial = torch.randn(len(lengths or (1,)), 28, *sizes, generator=torch.Generator().manual_seed(1))
+    starts = None
+    if lengths is not None:
+        starts = torch.tensor([3, *lengths]).cumsum(0).to(torch.int32)
+    total = 1900 if starts is None else int(starts[-1]) + 400
+    prompt(problem(1, total, heads, sizes, gate=5.0), initial, starts)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_beta(dtype):
     *rest, beta = problem(1, 100, (1, 2), (64, 16))
