@@ -10,6 +10,8 @@
 
 #include "kernels/conv/causal_conv1d_kernels.h"
 #include "kernels/conv/rows.cuh"
+#include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {
@@ -20,6 +22,26 @@ constexpr int kChannels = kConvChannels;
 // A thread's inputs of the rows before.
 template <int kWords>
 using Window = uint32_t[kConvWidth - 1][kWords];
+
+template <int kBytes>
+__device__ __forceinline__ void async_copy(uint32_t shared, const void* global) {
+  if constexpr (kBytes == 16) {
+    async_copy_16(shared, global, true);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+  }
+}
+
+template <int kWords>
+__device__ __forceinline__ void load_shared(uint32_t (&words)[kWords], uint32_t at) {
+  if constexpr (kWords == 2) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(at));
+  } else {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(at));
+  }
+}
 
 // The state of a sequence, or none.
 __device__ __forceinline__ char* state_of(const ConvArgs& args, const ConvSequence& sequence,
@@ -150,12 +172,178 @@ __global__ void __launch_bounds__(kConvThreads, 3)
   }
 }
 
+// Rows that a thread takes in turn: the inputs before them, and where their results go. Taps and
+// activation are chosen once for two rows, whose sums do not wait for each other.
+template <typename Format>
+struct Rows {
+  static constexpr int kWords = kChannels * Format::kBytes / 4;
+  float before[kConvWidth - 1][kChannels];
+  char* out;
+
+  // The next kRows rows or, without kWhole, `rows` of these.
+  template <int kRows, bool kWhole>
+  __device__ __forceinline__ void take(const ConvArgs& args,
+                                       const ConvFilter<Format, kChannels>& filter,
+                                       const uint32_t (&words)[kRows][kWords], int rows) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += 2) {
+      if (!kWhole && i >= rows) break;
+      float now[2][kChannels], sum[2][kChannels];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        unpack<Format>(words[i + r], now[r]);
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) sum[r][c] = filter.bias[c];
+      }
+#pragma unroll
+      for (int j = kConvWidth - 1; j >= 0; --j) {
+        if (j >= 2 && j >= args.width) continue;
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          sum[0][c] = fmaf(filter.taps[j][c], j > 0 ? before[j - 1][c] : now[0][c], sum[0][c]);
+          sum[1][c] = fmaf(filter.taps[j][c], j > 1 ? before[j - 2][c] : now[1 - j][c], sum[1][c]);
+        }
+      }
+      if (args.silu) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+          for (float& value : sum[r]) value *= sigmoid(value);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t result[kWords];
+        pack<Format>(sum[r], result);
+        if (kWhole || i + r < rows) store_vector(out, result);
+        out += args.out_stride;
+      }
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        before[2][c] = before[0][c], before[1][c] = now[0][c], before[0][c] = now[1][c];
+      }
+    }
+  }
+};
+
+// Rows of inputs in shared memory, each of which a thread copies for itself: no barriers.
+template <typename Format>
+struct Ring {
+  static constexpr int kBytes = kChannels * Format::kBytes;
+  static constexpr int kStep = 4;              // rows that are copied together
+  static constexpr int kRows = 128 / kBytes;
+};
+
+template <typename Format, int kBlocks, bool kRing>
+__global__ void __launch_bounds__(kConvThreads, kBlocks)
+    causal_conv1d_ring(const __grid_constant__ ConvArgs args) {
+  using Inputs = Ring<Format>;
+  constexpr int kWords = kChannels * Format::kBytes / 4;
+  constexpr int kStep = kRing ? Inputs::kStep : 16 / Format::kBytes;
+  __shared__ __align__(16) char ring[kRing ? Inputs::kRows * kConvThreads * Inputs::kBytes : 16];
+  const uint32_t mine = shared_address(ring) + threadIdx.x * Inputs::kBytes;
+  constexpr int kPitch = kConvThreads * Inputs::kBytes;
+  const int vectors = args.columns / kChannels;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * kConvThreads + threadIdx.x;
+  const int64_t part = place / vectors;
+  const int column = static_cast<int>(place - part * vectors) * kChannels;
+  const int64_t offset = static_cast<int64_t>(column) * Format::kBytes;
+  const int64_t state_stride = static_cast<int64_t>(args.columns) * Format::kBytes;
+  int64_t row = part * args.rows_per_thread;
+  int64_t last = min(row + args.rows_per_thread, args.sequences.rows);
+  grid_dependency_wait();
+  grid_dependency_launch();
+  row = behind_state(args, row);
+  last = behind_state(args, last);
+  if (row >= last) return;
+  ConvFilter<Format, kChannels> filter;
+  bool loaded = false;
+  while (row < last) {
+    const ConvSequence sequence = find_sequence(args.sequences, row);
+    const int64_t stop = min(last, sequence.end);
+    char* out = args.out + row * args.out_stride + offset;
+    if (sequence.index < 0) {
+      uint32_t none[kWords];
+      clear(none);
+      for (; row < stop; ++row, out += args.out_stride) store_vector(out, none);
+      continue;
+    }
+    int rows = static_cast<int>(stop - row);
+    int ahead = rows;  // rows that are not requested
+    const char* x = args.x + row * args.x_stride + offset;
+    uint32_t words[kStep][kWords];
+    const auto request = [&](int slot) {
+      if (ahead >= kStep) {
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) {
+          if constexpr (kRing) async_copy<Inputs::kBytes>(mine + (slot + i) * kPitch, x);
+          else load_vector(words[i], x);
+          x += args.x_stride;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kStep - 1; ++i) {
+          if (i < ahead) {
+            if constexpr (kRing) async_copy<Inputs::kBytes>(mine + (slot + i) * kPitch, x);
+            else load_vector(words[i], x);
+            x += args.x_stride;
+          }
+        }
+      }
+      ahead -= kStep;
+      if constexpr (kRing) async_copy_commit();
+    };
+    if constexpr (kRing) {
+#pragma unroll
+      for (int slot = 0; slot < Inputs::kRows; slot += kStep) request(slot);
+    } else {
+      request(0);
+    }
+    char* kept = state_of(args, sequence, offset);
+    const bool counts = args.has_state == nullptr || args.has_state[sequence.index];
+    Window<kWords> packed;
+    load_window(args, sequence, counts ? kept : nullptr, row, offset, state_stride, packed);
+    if (!loaded) filter.load(args.weight, args.bias, column, args.width, args.vectors);
+    loaded = true;
+    // Only this thread reads the channels' state at the first row, and it is done.
+    if (kept != nullptr && row == sequence.begin) {
+      store_state(args, sequence, packed, offset, kept, state_stride);
+    }
+    Rows<Format> turn;
+    turn.out = out;
+#pragma unroll
+    for (int j = 0; j < kConvWidth - 1; ++j) unpack<Format>(packed[j], turn.before[j]);
+    int slot = 0;
+#pragma unroll 1
+    while (true) {
+      if constexpr (kRing) {
+        async_copy_wait<Inputs::kRows / kStep - 1>();
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) load_shared(words[i], mine + (slot + i) * kPitch);
+      }
+      if (rows < kStep) break;
+      turn.template take<kStep, true>(args, filter, words, kStep);
+      rows -= kStep;
+      if (!kRing && rows == 0) break;
+      request(slot);
+      slot = (slot + kStep) % Inputs::kRows;
+    }
+    turn.template take<kStep, false>(args, filter, words, rows);
+    row = stop;
+  }
+}
+
 #define TIERCEL_CONV(type) \
-  {DType::k##type,         \
+  {DType::k##type, 0,        \
    Kernel("causal_conv1d<" #type ">", reinterpret_cast<const void*>(causal_conv1d<type>))}
+#define TIERCEL_RING(type, blocks, ring) \
+  {DType::k##type, blocks + 10 * ring,        \
+   Kernel("causal_conv1d_new<" #type ", " #blocks ", " #ring ">", reinterpret_cast<const void*>(causal_conv1d_ring<type, blocks, ring>))}
 
 const ConvKernel kKernels[] = {TIERCEL_CONV(Float32), TIERCEL_CONV(BFloat16),
-                               TIERCEL_CONV(Float16)};
+                               TIERCEL_CONV(Float16),
+TIERCEL_RING(Float32, 2, false), TIERCEL_RING(Float16, 3, false),TIERCEL_RING(BFloat16, 3, false),
+TIERCEL_RING(BFloat16, 3, true)};
 
 }  // namespace
 

@@ -61,6 +61,7 @@ struct ConvBackwardArgs {
 
 struct ConvKernel {
   DType dtype;
+  int blocks;
   Kernel kernel;
 };
 
