@@ -52,7 +52,7 @@ int variant() {
 
 Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* plan,
                Launches* launches) {
-  *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
+  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0};
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {call.q, call.k, call.v, call.beta, call.out},
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
@@ -112,6 +112,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
                       items > kDefaultMultiprocessors * kDeltaChunkTeams && items <= INT32_MAX;
   args->stay = !channels && items > kDefaultMultiprocessors * kDeltaChunkTeams && (beside || (variant() & 2));
   plan->chunk_grid = places;
+  plan->beside = beside ? kDefaultMultiprocessors - plan->grid : 0;
   plan->groups = groups;
   plan->segment_chunks = args->segment_chunks;
   plan->dynamic_smem = static_cast<unsigned>(delta_rule_smem(key_size, channels, groups));

@@ -373,9 +373,14 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   // With a gate per channel one thread arrives for the bulk copies too.
   const int group = memory.set_up(shared, kDeltaLoaders + (kChannels ? 1 : 0));
   const int groups = memory.groups;
-  // Beside the first kernel, this one starts once that has seen the grids before it finish.
+  // Beside the first kernel, this one starts once that has seen the grids before it finish. The
+  // fence keeps what L1 holds of an earlier time from being read.
   const bool beside = !kChannels && !kTransition && args.ready != nullptr;
-  if (!beside) grid_dependency_wait();
+  if (beside) {
+    __threadfence();
+  } else {
+    grid_dependency_wait();
+  }
   grid_dependency_launch();
 
   Work work;
