@@ -98,6 +98,10 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   int groups =
       slices > 1 && args->count * sizes.v_heads * slices > kDefaultMultiprocessors ? 2 : 1;
   args->segment_chunks = choose_segments(sizes, args->count, places);
+  if ((variant() & 8) && args->segment_chunks >= 32 && slices == 2) {
+    groups = 2;
+    args->segment_chunks /= 2;
+  }
   const int64_t slots =
       args->segment_chunks == 0 ? args->count : places / args->segment_chunks + args->count;
   if ((variant() & 4) && slices == 2 && groups == 1 && args->segment_chunks == 0 && !channels &&
