@@ -2,7 +2,6 @@
 #include "kernels/conv/causal_conv1d.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/conv/causal_conv1d_kernels.h"
@@ -14,9 +13,9 @@
 namespace tiercel {
 namespace {
 
-// Rows of a thread: enough threads for the GPU come first, then little to read twice.
-constexpr int64_t kMostRows = 32;
-constexpr int64_t kWantedThreads = int64_t{kDefaultMultiprocessors} * 3 * kConvThreads;
+constexpr int64_t kMostRows = 32;  // of a thread
+// Threads that run at once.
+constexpr int64_t kWave = int64_t{kDefaultMultiprocessors} * kConvBlocks * kConvThreads;
 
 Status check_rest(const Argument& argument, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
@@ -152,10 +151,8 @@ Status lay_out_forward(const char* op, const ConvCall& call, ConvArgs* args) {
   return Status();
 }
 
-const Kernel& of_dtype(const ConvKernel* (*list)(int* count), DType dtype, int kind) {
-  return KernelTable(list)
-      .find([&](const ConvKernel& one) { return one.dtype == dtype && one.blocks == kind; })
-      ->kernel;
+const Kernel& of_dtype(const ConvKernel* (*list)(int* count), DType dtype) {
+  return KernelTable(list).find([&](const ConvKernel& one) { return one.dtype == dtype; })->kernel;
 }
 
 Status choose(const char* op, const ConvCall& call, ConvArgs* args, ConvPlan* plan,
@@ -167,23 +164,13 @@ Status choose(const char* op, const ConvCall& call, ConvArgs* args, ConvPlan* pl
   const ConvSequences& sequences = args->sequences;
   const int64_t most =
       sequences.starts == nullptr ? std::min(kMostRows, sequences.length) : kMostRows;
-  const char* const text = std::getenv("CONV_V");
-  const int v = text == nullptr ? 1 : std::atoi(text);
-  const int kind = (v & 3) == 0 ? 0
-                   : (v & 3) == 2 && call.x->dtype == DType::kBFloat16 ? 13
-                   : call.x->dtype == DType::kFloat32 ? 2 : 3;
-  if ((v & 3) == 0 || (v & 16)) {
-    args->rows_per_thread = std::clamp<int64_t>(rows * vectors / kWantedThreads, 1, most);
-  } else {
-    const int64_t limit = v & 32 ? (sequences.starts == nullptr ? std::min<int64_t>(64, sequences.length) : 64) : most;
-    const int64_t wave = int64_t{kDefaultMultiprocessors} * (kind == 2 ? 2 : 3) * kConvThreads;
-    const int64_t waves = ceil_div(ceil_div(rows, limit) * vectors, wave);
-    args->rows_per_thread = ceil_div(rows, waves * wave / vectors);
-  }
+  // Whole waves of threads, as few as can be: the rows before a thread's first are read twice.
+  const int64_t waves = ceil_div(ceil_div(rows, most) * vectors, kWave);
+  args->rows_per_thread = ceil_div(rows, waves * kWave / vectors);
   const int64_t parts = ceil_div(rows, args->rows_per_thread);
   const int64_t grid = ceil_div(parts * vectors, kConvThreads);
   if (grid > INT32_MAX) return too_large(op);
-  *kernel = &of_dtype(causal_conv1d_kernels, call.x->dtype, kind);
+  *kernel = &of_dtype(causal_conv1d_kernels, call.x->dtype);
   *plan = {(*kernel)->name(), args->rows_per_thread, static_cast<unsigned>(grid), kConvThreads};
   return Status();
 }
@@ -287,7 +274,7 @@ Status prepare_backward(const ConvBackwardCall& call, ConvBackwardArgs* args, Co
   args->rows_per_thread = ceil_div(rows, parts);
   const int64_t grid = ceil_div(parts * (args->columns / kConvChannels), kConvBackwardThreads);
   if (grid > INT32_MAX) return too_large(kOp);
-  *kernel = &of_dtype(causal_conv1d_backward_kernels, call.conv.x->dtype, 0);
+  *kernel = &of_dtype(causal_conv1d_backward_kernels, call.conv.x->dtype);
   *plan = {(*kernel)->name(), args->rows_per_thread, static_cast<unsigned>(grid),
            kConvBackwardThreads};
   return Status();

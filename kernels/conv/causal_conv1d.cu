@@ -3,8 +3,8 @@
 // taps, by a state of the rows before the sequence.
 //
 // Bound by memory: x is read and the result written once. A thread has four channels and some
-// consecutive rows, with the filter and the last rows in registers. It reads each of its rows once
-// and those before its first once more, from L2. The thread that has a sequence's first row also
+// consecutive rows, with the filter and the last rows in registers. It copies each of its rows once
+// to shared memory, 16 rows ahead, and reads those before its first once more, from L2. The thread that has a sequence's first row also
 // has all rows that see the state: it reads the state and replaces it, so no block waits.
 #include <cstdint>
 
@@ -106,79 +106,19 @@ __device__ __forceinline__ int64_t behind_state(const ConvArgs& args, int64_t ro
   return max(row, min(sequence.begin + args.width - 1, sequence.end));
 }
 
-template <typename Format>
-__global__ void __launch_bounds__(kConvThreads, 3)
-    causal_conv1d(const __grid_constant__ ConvArgs args) {
-  constexpr int kWords = kChannels * Format::kBytes / 4;
-  constexpr int kAhead = 16 / Format::kBytes;  // rows that a thread has in flight
-  const int vectors = args.columns / kChannels;
-  const int64_t place = static_cast<int64_t>(blockIdx.x) * kConvThreads + threadIdx.x;
-  const int64_t part = place / vectors;
-  const int column = static_cast<int>(place - part * vectors) * kChannels;
-  const int64_t offset = static_cast<int64_t>(column) * Format::kBytes;
-  const int64_t state_stride = static_cast<int64_t>(args.columns) * Format::kBytes;
-  int64_t row = part * args.rows_per_thread;
-  int64_t last = min(row + args.rows_per_thread, args.sequences.rows);
-  grid_dependency_wait();
-  grid_dependency_launch();
-  row = behind_state(args, row);
-  last = behind_state(args, last);
-  if (row >= last) return;
-  ConvFilter<Format, kChannels> filter;
-  filter.load(args.weight, args.bias, column, args.width, args.vectors);
-  while (row < last) {
-    const ConvSequence sequence = find_sequence(args.sequences, row);
-    const int64_t stop = min(last, sequence.end);
-    char* out = args.out + row * args.out_stride + offset;
-    if (sequence.index < 0) {
-      uint32_t none[kWords];
-      clear(none);
-      for (; row < stop; ++row, out += args.out_stride) store_vector(out, none);
-      continue;
-    }
-    char* kept = state_of(args, sequence, offset);
-    const bool counts = args.has_state == nullptr || args.has_state[sequence.index];
-    Window<kWords> before;
-    load_window(args, sequence, counts ? kept : nullptr, row, offset, state_stride, before);
-    // Only this thread reads the channels' state at the first row, and it is done.
-    if (kept != nullptr && row == sequence.begin) {
-      store_state(args, sequence, before, offset, kept, state_stride);
-    }
-    const char* x = args.x + row * args.x_stride + offset;
-    for (; row < stop; row += kAhead) {
-      uint32_t ahead[kAhead][kWords];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (row + i < stop) load_vector(ahead[i], x + i * args.x_stride);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (row + i >= stop) break;
-        float sum[kChannels];
-        filter.apply(ahead[i], before, args.width, sum);
-        if (args.silu) {
-#pragma unroll
-          for (float& value : sum) value *= sigmoid(value);
-        }
-        uint32_t words[kWords];
-        pack<Format>(sum, words);
-        store_vector(out + i * args.out_stride, words);
-        shift_window(before, ahead[i]);
-      }
-      x += kAhead * args.x_stride;
-      out += kAhead * args.out_stride;
-    }
-    row = stop;
-  }
-}
-
-// Rows that a thread takes in turn: the inputs before them, and where their results go. Taps and
-// activation are chosen once for two rows, whose sums do not wait for each other.
+// Rows that a thread takes in turn: the inputs before them, and where their results go. Two rows
+// are summed together: their sums do not wait for each other, taps beyond the width and the
+// activation are skipped for both at once, and an input is unpacked once.
 template <typename Format>
 struct Rows {
   static constexpr int kWords = kChannels * Format::kBytes / 4;
   float before[kConvWidth - 1][kChannels];
   char* out;
+
+  __device__ __forceinline__ void begin(const Window<kWords>& given) {
+#pragma unroll
+    for (int j = 0; j < kConvWidth - 1; ++j) unpack<Format>(given[j], before[j]);
+  }
 
   // The next kRows rows or, without kWhole, `rows` of these.
   template <int kRows, bool kWhole>
@@ -226,23 +166,17 @@ struct Rows {
   }
 };
 
-// Rows of inputs in shared memory, each of which a thread copies for itself: no barriers.
 template <typename Format>
-struct Ring {
-  static constexpr int kBytes = kChannels * Format::kBytes;
-  static constexpr int kStep = 4;              // rows that are copied together
-  static constexpr int kRows = 128 / kBytes;
-};
-
-template <typename Format, int kBlocks, bool kRing>
-__global__ void __launch_bounds__(kConvThreads, kBlocks)
-    causal_conv1d_ring(const __grid_constant__ ConvArgs args) {
-  using Inputs = Ring<Format>;
-  constexpr int kWords = kChannels * Format::kBytes / 4;
-  constexpr int kStep = kRing ? Inputs::kStep : 16 / Format::kBytes;
-  __shared__ __align__(16) char ring[kRing ? Inputs::kRows * kConvThreads * Inputs::kBytes : 16];
-  const uint32_t mine = shared_address(ring) + threadIdx.x * Inputs::kBytes;
-  constexpr int kPitch = kConvThreads * Inputs::kBytes;
+__global__ void __launch_bounds__(kConvThreads, kConvBlocks)
+    causal_conv1d(const __grid_constant__ ConvArgs args) {
+  constexpr int kWords = Rows<Format>::kWords;
+  constexpr int kBytes = kWords * 4;
+  constexpr int kStep = 16 / kBytes * 2;  // rows that are copied, and then taken, together
+  constexpr int kAhead = kConvAheadBytes / kBytes;
+  constexpr int kPitch = kConvThreads * kBytes;
+  // Each thread copies its own inputs, so that no thread waits for another.
+  __shared__ __align__(16) char ring[kAhead * kPitch];
+  const uint32_t mine = shared_address(ring) + threadIdx.x * kBytes;
   const int vectors = args.columns / kChannels;
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kConvThreads + threadIdx.x;
   const int64_t part = place / vectors;
@@ -261,72 +195,65 @@ __global__ void __launch_bounds__(kConvThreads, kBlocks)
   while (row < last) {
     const ConvSequence sequence = find_sequence(args.sequences, row);
     const int64_t stop = min(last, sequence.end);
-    char* out = args.out + row * args.out_stride + offset;
+    Rows<Format> turn;
+    turn.out = args.out + row * args.out_stride + offset;
     if (sequence.index < 0) {
       uint32_t none[kWords];
       clear(none);
-      for (; row < stop; ++row, out += args.out_stride) store_vector(out, none);
+      for (; row < stop; ++row, turn.out += args.out_stride) store_vector(turn.out, none);
       continue;
     }
     int rows = static_cast<int>(stop - row);
-    int ahead = rows;  // rows that are not requested
     const char* x = args.x + row * args.x_stride + offset;
     uint32_t words[kStep][kWords];
+    // The inputs are requested before anything is waited for, and the filter while the state is
+    // under way. Few rows, those of a decode step, go to registers at once.
+    int later = rows;  // rows that are not requested
     const auto request = [&](int slot) {
-      if (ahead >= kStep) {
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-          if constexpr (kRing) async_copy<Inputs::kBytes>(mine + (slot + i) * kPitch, x);
-          else load_vector(words[i], x);
+      for (int i = 0; i < kStep; ++i) {
+        if (i < later) {
+          async_copy<kBytes>(mine + (slot + i) * kPitch, x);
           x += args.x_stride;
         }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kStep - 1; ++i) {
-          if (i < ahead) {
-            if constexpr (kRing) async_copy<Inputs::kBytes>(mine + (slot + i) * kPitch, x);
-            else load_vector(words[i], x);
-            x += args.x_stride;
-          }
-        }
       }
-      ahead -= kStep;
-      if constexpr (kRing) async_copy_commit();
+      later -= kStep;
+      async_copy_commit();
     };
-    if constexpr (kRing) {
+    const bool few = rows < kStep;
+    if (few) {
 #pragma unroll
-      for (int slot = 0; slot < Inputs::kRows; slot += kStep) request(slot);
+      for (int i = 0; i < kStep - 1; ++i) {
+        if (i < rows) load_vector(words[i], x + i * args.x_stride);
+      }
     } else {
-      request(0);
+#pragma unroll
+      for (int slot = 0; slot < kAhead; slot += kStep) request(slot);
     }
     char* kept = state_of(args, sequence, offset);
     const bool counts = args.has_state == nullptr || args.has_state[sequence.index];
-    Window<kWords> packed;
-    load_window(args, sequence, counts ? kept : nullptr, row, offset, state_stride, packed);
+    Window<kWords> before;
+    load_window(args, sequence, counts ? kept : nullptr, row, offset, state_stride, before);
     if (!loaded) filter.load(args.weight, args.bias, column, args.width, args.vectors);
     loaded = true;
     // Only this thread reads the channels' state at the first row, and it is done.
     if (kept != nullptr && row == sequence.begin) {
-      store_state(args, sequence, packed, offset, kept, state_stride);
+      store_state(args, sequence, before, offset, kept, state_stride);
     }
-    Rows<Format> turn;
-    turn.out = out;
-#pragma unroll
-    for (int j = 0; j < kConvWidth - 1; ++j) unpack<Format>(packed[j], turn.before[j]);
-    int slot = 0;
+    turn.begin(before);
+    if (!few) {
+      int slot = 0;
 #pragma unroll 1
-    while (true) {
-      if constexpr (kRing) {
-        async_copy_wait<Inputs::kRows / kStep - 1>();
+      while (true) {
+        async_copy_wait<kAhead / kStep - 1>();
 #pragma unroll
         for (int i = 0; i < kStep; ++i) load_shared(words[i], mine + (slot + i) * kPitch);
+        if (rows < kStep) break;
+        turn.template take<kStep, true>(args, filter, words, kStep);
+        rows -= kStep;
+        request(slot);
+        slot = (slot + kStep) % kAhead;
       }
-      if (rows < kStep) break;
-      turn.template take<kStep, true>(args, filter, words, kStep);
-      rows -= kStep;
-      if (!kRing && rows == 0) break;
-      request(slot);
-      slot = (slot + kStep) % Inputs::kRows;
     }
     turn.template take<kStep, false>(args, filter, words, rows);
     row = stop;
@@ -334,16 +261,11 @@ __global__ void __launch_bounds__(kConvThreads, kBlocks)
 }
 
 #define TIERCEL_CONV(type) \
-  {DType::k##type, 0,        \
+  {DType::k##type,         \
    Kernel("causal_conv1d<" #type ">", reinterpret_cast<const void*>(causal_conv1d<type>))}
-#define TIERCEL_RING(type, blocks, ring) \
-  {DType::k##type, blocks + 10 * ring,        \
-   Kernel("causal_conv1d_new<" #type ", " #blocks ", " #ring ">", reinterpret_cast<const void*>(causal_conv1d_ring<type, blocks, ring>))}
 
 const ConvKernel kKernels[] = {TIERCEL_CONV(Float32), TIERCEL_CONV(BFloat16),
-                               TIERCEL_CONV(Float16),
-TIERCEL_RING(Float32, 2, false), TIERCEL_RING(Float16, 3, false),TIERCEL_RING(BFloat16, 3, false),
-TIERCEL_RING(BFloat16, 3, true)};
+                               TIERCEL_CONV(Float16)};
 
 }  // namespace
 

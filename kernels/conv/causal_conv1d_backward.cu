@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kConvBackwardThreads, 4)
 }
 
 #define TIERCEL_CONV(type)                                     \
-  {DType::k##type, 0, Kernel("causal_conv1d_backward<" #type ">", \
+  {DType::k##type, Kernel("causal_conv1d_backward<" #type ">", \
                           reinterpret_cast<const void*>(causal_conv1d_backward<type>))}
 
 const ConvKernel kKernels[] = {TIERCEL_CONV(Float32), TIERCEL_CONV(BFloat16),

@@ -75,12 +75,12 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
   Numbers& numbers = *reinterpret_cast<Numbers*>(half + kDeltaHalf * kDeltaHalfPitch);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool stays = !kBackward && args.stay;
+  const bool stays = !kBackward && args.ready != nullptr;
   const Items items(args);
   const uint32_t teams = gridDim.x * kDeltaChunkTeams;
   uint32_t number = blockIdx.x * kDeltaChunkTeams + team;
   grid_dependency_wait();
-  if (stays && args.ready != nullptr) {
+  if (stays) {
     for (uint32_t i = number + threadIdx.x * teams; i < items.count;
          i += kDeltaChunkThreads * teams) {
       const Item item = items.find(args, i);
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
     } else if (more) {
       copy(find());
     }
-    if (stays && args.ready != nullptr && threadIdx.x == 0 && place_of_chunk < args.places) {
+    if (stays && threadIdx.x == 0 && place_of_chunk < args.places) {
       // The barrier behind the last head has the stores of all of these warps before it. Chunks
       // without tokens count too: where starts decrease, the next kernel may wait for one.
       delta_publish(args.ready + key_head * args.places + place_of_chunk);

@@ -85,9 +85,8 @@ struct DeltaRuleArgs {
   int64_t tokens;  // of all sequences
   int64_t segment_chunks;
   int64_t places;  // of the workspace
-  bool stay;       // the first kernel's blocks stay, and go through all chunks
-  // [Hk, places] or null: 1 for chunks that the first kernel has prepared. If given, the last kernel
-  // runs beside it, and waits for each chunk.
+  // [Hk, places] or null: 1 for chunks that the first kernel has prepared. If given, its blocks stay
+  // and the last kernel runs beside it, waiting for each chunk.
   int* ready;
   char* matrices;
   float* factors;

@@ -124,12 +124,14 @@ def test_first_kernel_beside_the_last():
         assert flags == (got["chunk_grid"] * heads[0] if got["beside"] else 0)
         return got["beside"]
 
-    assert [beside(1, 32768, (16, heads)) for heads in (32, 48, 64)] == [68, 0, 0]
+    # Two slices share a block if that leaves enough.
+    assert [beside(1, 32768, (16, heads)) for heads in (32, 48, 64, 80)] == [68, 84, 68, 0]
     assert beside(1, 1024, (16, 32)) == 0 and beside(1, 2048, (16, 32)) == 68
     assert beside(1, 8192, (8, 32)) == 68 and beside(2, 4096, (8, 16)) == 68
     assert beside(8, 4096, (4, 4), (64, 64)) == 100
     assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(2, dtype="int32")) == 68
-    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(3, dtype="int32")) == 0
+    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(3, dtype="int32")) == 68
+    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(4, dtype="int32")) == 0
     assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(1, dtype="int32")) == 0
 
 
