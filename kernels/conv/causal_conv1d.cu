@@ -4,15 +4,16 @@
 //
 // Bound by memory: x is read and the result written once. A thread has four channels and some
 // consecutive rows, with the filter and the last rows in registers. It copies each of its rows once
-// to shared memory, 16 rows ahead, and reads those before its first once more, from L2. The thread that has a sequence's first row also
-// has all rows that see the state: it reads the state and replaces it, so no block waits.
+// to shared memory, 16 rows ahead, and reads those before its first once more, from L2. The thread
+// that has a sequence's first row also has all rows that see the state: it reads the state and
+// replaces it, so no block waits.
 #include <cstdint>
 
 #include "kernels/conv/causal_conv1d_kernels.h"
 #include "kernels/conv/rows.cuh"
 #include "kernels/sm90/async_copy.cuh"
-#include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 
 namespace tiercel {
 namespace {
@@ -23,23 +24,13 @@ constexpr int kChannels = kConvChannels;
 template <int kWords>
 using Window = uint32_t[kConvWidth - 1][kWords];
 
+// Copies a thread's channels of a row.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(uint32_t shared, const void* global) {
   if constexpr (kBytes == 16) {
     async_copy_16(shared, global, true);
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
-  }
-}
-
-template <int kWords>
-__device__ __forceinline__ void load_shared(uint32_t (&words)[kWords], uint32_t at) {
-  if constexpr (kWords == 2) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(at));
-  } else {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(at));
   }
 }
 
@@ -176,7 +167,7 @@ __global__ void __launch_bounds__(kConvThreads, kConvBlocks)
   constexpr int kPitch = kConvThreads * kBytes;
   // Each thread copies its own inputs, so that no thread waits for another.
   __shared__ __align__(16) char ring[kAhead * kPitch];
-  const uint32_t mine = shared_address(ring) + threadIdx.x * kBytes;
+  char* const own = ring + threadIdx.x * kBytes;
   const int vectors = args.columns / kChannels;
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kConvThreads + threadIdx.x;
   const int64_t part = place / vectors;
@@ -213,7 +204,7 @@ __global__ void __launch_bounds__(kConvThreads, kConvBlocks)
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         if (i < later) {
-          async_copy<kBytes>(mine + (slot + i) * kPitch, x);
+          async_copy<kBytes>(shared_address(own + (slot + i) * kPitch), x);
           x += args.x_stride;
         }
       }
@@ -247,7 +238,7 @@ __global__ void __launch_bounds__(kConvThreads, kConvBlocks)
       while (true) {
         async_copy_wait<kAhead / kStep - 1>();
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) load_shared(words[i], mine + (slot + i) * kPitch);
+        for (int i = 0; i < kStep; ++i) load_vector(words[i], own + (slot + i) * kPitch);
         if (rows < kStep) break;
         turn.template take<kStep, true>(args, filter, words, kStep);
         rows -= kStep;

@@ -6,8 +6,8 @@
 //
 // A block has four such warps and one chunk; or, if args.ready is given, three times four that stay
 // on a multiprocessor and go through the chunks of all sequences in turn, the first chunks first.
-// They tell the kernel that follows, which runs beside them, as soon as a chunk is done. That kernel
-// starts once all blocks of this one have, so that no block here waits for it.
+// They tell the kernel that follows, which runs beside them, as soon as a chunk is done. That
+// kernel starts once all blocks of this one have, so that no block here waits for it.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
@@ -148,10 +148,10 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int tile = 2 * pair + i;
-            warp_multiply_add<Format>(kk[tile], k_rows[0], k_rows[1], k_rows[2], k_rows[3], b[2 * i],
-                                      b[2 * i + 1]);
-            warp_multiply_add<Format>(qk[tile], q_rows[0], q_rows[1], q_rows[2], q_rows[3], b[2 * i],
-                                      b[2 * i + 1]);
+            warp_multiply_add<Format>(kk[tile], k_rows[0], k_rows[1], k_rows[2], k_rows[3],
+                                      b[2 * i], b[2 * i + 1]);
+            warp_multiply_add<Format>(qk[tile], q_rows[0], q_rows[1], q_rows[2], q_rows[3],
+                                      b[2 * i], b[2 * i + 1]);
           }
         }
       }
@@ -195,7 +195,8 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
         delta_chunk_sync(team);
         solve_chunk<Format, !kBackward>(matrix, half, numbers.beta, solved, team);
         if (threadIdx.x < kTokens) {
-          float* const factors = args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
+          float* const factors =
+              args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
           const int token = threadIdx.x;
           const float gate = numbers.gate[token], last = numbers.gate[kTokens - 1];
           const float decay = exp2_approx(gate);

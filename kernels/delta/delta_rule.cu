@@ -130,8 +130,8 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
   }
 }
 
-// Knows which chunks the first kernel has prepared, if it runs beside this one. Each warp that loads
-// has one, and asks for 32 chunks at a time.
+// Knows which chunks the first kernel has prepared, if it runs beside this one. Each warp that
+// loads has one, and asks for 32 chunks at a time.
 struct Prepared {
   const int* flags;  // of the segment's chunks, or null
   int64_t chunks;
