@@ -2,7 +2,6 @@
 #include "kernels/delta/delta_rule.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -57,14 +56,9 @@ struct Shape {
 Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool channels) {
   Shape shape{};
   const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice), states = count * sizes.v_heads;
-  // Two slices share keys, queries and matrices, but take more than half as long again.
+  // Two slices in a block share keys, queries and matrices.
   shape.groups = slices > 1 && states * slices > kDefaultMultiprocessors ? 2 : 1;
   shape.segment_chunks = choose_segments(sizes, count, places);
-  const char* const text = std::getenv("DELTA_V");
-  if (text != nullptr && std::atoi(text) == 8 && shape.segment_chunks >= 32 && slices == 2) {
-    shape.groups = 2;
-    shape.segment_chunks /= 2;
-  }
   shape.slots = shape.segment_chunks == 0 ? count : places / shape.segment_chunks + count;
   // A state goes through its chunks one after another, on one multiprocessor. If that leaves half
   // of them idle, the first kernel runs there meanwhile: with a gate per head it then takes less
