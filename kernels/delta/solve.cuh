@@ -20,8 +20,8 @@ inline constexpr float kDeltaLeastGate =
     -100.0f;                            // no decay is stronger; sums' differences stay numbers
 inline constexpr int kDeltaAhead = 16;  // gates of a thread that are loaded together
 
-// A barrier of the kDeltaChunkThreads threads that have a chunk, of the block's one of
-// kDeltaChunkTeams such. Its number is not in a register, which would take all 16 of the block's.
+// A barrier of a team of kDeltaChunkThreads threads, which have a chunk together. A block has up to
+// kDeltaChunkTeams. Numbers are constants: one in a register would reserve all 16 barriers.
 __device__ __forceinline__ void delta_chunk_sync(int team = 0) {
   static_assert(kDeltaChunkTeams == 3);
   if (team == 0) {
