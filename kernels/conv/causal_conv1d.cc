@@ -13,9 +13,9 @@
 namespace tiercel {
 namespace {
 
-// Rows of a thread: enough threads for the GPU come first, then little to read twice.
-constexpr int64_t kMostRows = 32;
-constexpr int64_t kWantedThreads = int64_t{kDefaultMultiprocessors} * 3 * kConvThreads;
+constexpr int64_t kMostRows = 32;  // of a thread
+// Threads that run at once.
+constexpr int64_t kWave = int64_t{kDefaultMultiprocessors} * kConvBlocks * kConvThreads;
 
 Status check_rest(const Argument& argument, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
@@ -164,7 +164,9 @@ Status choose(const char* op, const ConvCall& call, ConvArgs* args, ConvPlan* pl
   const ConvSequences& sequences = args->sequences;
   const int64_t most =
       sequences.starts == nullptr ? std::min(kMostRows, sequences.length) : kMostRows;
-  args->rows_per_thread = std::clamp<int64_t>(rows * vectors / kWantedThreads, 1, most);
+  // Whole waves of threads, as few as can be: the rows before a thread's first are read twice.
+  const int64_t waves = ceil_div(ceil_div(rows, most) * vectors, kWave);
+  args->rows_per_thread = ceil_div(rows, waves * kWave / vectors);
   const int64_t parts = ceil_div(rows, args->rows_per_thread);
   const int64_t grid = ceil_div(parts * vectors, kConvThreads);
   if (grid > INT32_MAX) return too_large(op);

@@ -66,6 +66,8 @@ struct ConvKernel {
 
 inline constexpr int kConvWidth = 4;  // at most
 inline constexpr int kConvThreads = 256;
+inline constexpr int kConvBlocks = 3;        // of a multiprocessor
+inline constexpr int kConvAheadBytes = 128;  // of a thread's inputs in shared memory
 inline constexpr int kConvBackwardThreads = 128;
 inline constexpr int kConvVectorBytes = 16;  // of filters
 inline constexpr int kConvChannels = 4;      // per thread

@@ -86,6 +86,18 @@ __device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, cons
   return heads.data + batch * heads.batch + inside * heads.token + head * heads.head;
 }
 
+// Tells other blocks that what this thread knows of has been written.
+__device__ __forceinline__ void delta_publish(int* flag) {
+  __threadfence();
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
+}
+
+__device__ __forceinline__ int delta_published(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+
 // Copies rows of kBytes from global memory, a distance apart, into a tile; rows from `rows` on, and
 // vectors of 16 bytes from `vectors` on, are zeros. A multiple of a row's vectors is `threads`.
 template <int kBytes>

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   grid_dependency_wait();
   grid_dependency_launch();
   if (!kBackward && args.starts != nullptr) {
-    clear_strays<kThreads>(args, args.out, head, 1, args.value_size);
+    clear_strays<kThreads>(args, blockIdx.x, args.out, head, 1, args.value_size);
   }
   const DeltaChunk chunk = delta_chunk(args, blockIdx.x);
   if (chunk.rows == 0) return;

@@ -2,7 +2,12 @@
 // Prepares what a chunk needs of its queries, keys and gates before a state goes through it: for
 // each head of values the inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i)
 // below the diagonal, times beta by columns; and scale (q[i] . k[j]) decay(j to i) up to the
-// diagonal. A block has a chunk and a head of keys.
+// diagonal. Four warps have a chunk and a head of keys.
+//
+// A block has four such warps and one chunk; or, if args.ready is given, three times four that stay
+// on a multiprocessor and go through the chunks of all sequences in turn, the first chunks first.
+// They tell the kernel that follows, which runs beside them, as soon as a chunk is done. That
+// kernel starts once all blocks of this one have, so that no block here waits for it.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
@@ -16,6 +21,8 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
+template <int kKeySize>
+constexpr int kTeamBytes = delta_chunks_smem(kKeySize);
 
 struct Numbers {
   float gate[kTokens];  // sums of the gates' logarithms, base 2
@@ -24,12 +31,43 @@ struct Numbers {
   float norm_k[kTokens];
 };
 
+// A chunk and a head of keys, in the order in which four warps after the other take them.
+struct Item {
+  int place;
+  int key_head;
+  DeltaChunk chunk;
+};
+
+// Chunks with the same number in sequences of equal length follow each other.
+struct Items {
+  uint32_t heads, sequences, each, count;
+
+  __device__ __forceinline__ explicit Items(const DeltaRuleArgs& args)
+      : heads(args.k_heads), sequences(max(args.count, 1)) {
+    each = (static_cast<uint32_t>(args.places) + sequences - 1) / sequences;
+    count = each * sequences * heads;
+  }
+
+  // A place at or behind args.places has no chunk.
+  __device__ __forceinline__ Item find(const DeltaRuleArgs& args, uint32_t number) const {
+    const uint32_t chunk = number / heads;
+    Item item;
+    item.place = static_cast<int>(chunk % sequences * each + chunk / sequences);
+    item.key_head = static_cast<int>(number % heads);
+    item.chunk = {0, 0};
+    if (item.place < args.places) item.chunk = delta_chunk(args, item.place);
+    return item;
+  }
+};
+
 // With kBackward for gradients: the inverse is left without the betas, which go to the factors.
 template <typename Format, int kKeySize, bool kBackward>
-__global__ void __launch_bounds__(kDeltaChunkThreads, 3)
+__global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
     gated_delta_rule_chunks(const __grid_constant__ DeltaRuleArgs args) {
   constexpr int kTilePitch = kKeySize * 2 + kDeltaPad;
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(16) char all_shared[];
+  const int team = kBackward ? 0 : threadIdx.y;
+  char* const shared = all_shared + team * kTeamBytes<kKeySize>;
   char* const q_tile = shared;
   char* const k_tile = q_tile + kTokens * kTilePitch;
   auto* const matrix = reinterpret_cast<float*>(k_tile + kTokens * kTilePitch);
@@ -37,101 +75,148 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
   Numbers& numbers = *reinterpret_cast<Numbers*>(half + kDeltaHalf * kDeltaHalfPitch);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int key_head = blockIdx.y;
+  const bool stays = !kBackward && args.ready != nullptr;
+  const Items items(args);
+  const uint32_t teams = gridDim.x * kDeltaChunkTeams;
+  uint32_t number = blockIdx.x * kDeltaChunkTeams + team;
   grid_dependency_wait();
-  grid_dependency_launch();
-  const int group = args.v_heads / args.k_heads;
-  if (!kBackward && args.starts != nullptr) {
-    clear_strays<kDeltaChunkThreads>(args, args.out, key_head * group, group, args.value_size);
+  if (stays) {
+    for (uint32_t i = number + threadIdx.x * teams; i < items.count;
+         i += kDeltaChunkThreads * teams) {
+      const Item item = items.find(args, i);
+      if (item.place < args.places) args.ready[item.key_head * args.places + item.place] = 0;
+    }
+    __threadfence();
+    __syncthreads();
   }
-  const auto [first, rows] = delta_chunk(args, blockIdx.x);
-  if (rows == 0) return;
+  grid_dependency_launch();
 
   const uint32_t q_at = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile));
   const uint32_t k_at = static_cast<uint32_t>(__cvta_generic_to_shared(k_tile));
-  copy_rows<kKeySize * 2>(q_at, delta_row(args, args.q, first, key_head), args.q.token, rows,
-                          threadIdx.x, kDeltaChunkThreads);
-  copy_rows<kKeySize * 2>(k_at, delta_row(args, args.k, first, key_head), args.k.token, rows,
-                          threadIdx.x, kDeltaChunkThreads);
-  async_copy_commit();
-  async_copy_wait<0>();
-  __syncthreads();
-
-  const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile, threadIdx.x) : 1.0f;
-  const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile, threadIdx.x) : 1.0f;
-  if (threadIdx.x % 2 == 0) {
-    numbers.norm_q[threadIdx.x / 2] = norm_q * args.scale;
-    numbers.norm_k[threadIdx.x / 2] = norm_k;
-  }
-
-  // A warp has 16 rows of both products, of which it needs the columns up to its last row.
-  float kk[kTiles][4] = {}, qk[kTiles][4] = {};
-#pragma unroll
-  for (int depth = 0; depth < kKeySize; depth += 16) {
-    uint32_t k_rows[4], q_rows[4];
-    load_matrices<false>(k_rows, block_by_columns(k_at, kTilePitch, warp * 16, depth));
-    load_matrices<false>(q_rows, block_by_columns(q_at, kTilePitch, warp * 16, depth));
-#pragma unroll
-    for (int pair = 0; pair < kTiles / 2; ++pair) {
-      if (pair > warp) continue;
-      uint32_t b[4];
-      load_matrices<false>(b, block_by_rows(k_at, kTilePitch, pair * 16, depth));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int tile = 2 * pair + i;
-        warp_multiply_add<Format>(kk[tile], k_rows[0], k_rows[1], k_rows[2], k_rows[3], b[2 * i],
-                                  b[2 * i + 1]);
-        warp_multiply_add<Format>(qk[tile], q_rows[0], q_rows[1], q_rows[2], q_rows[3], b[2 * i],
-                                  b[2 * i + 1]);
-      }
+  const int group = args.v_heads / args.k_heads;
+  const auto copy = [&](const Item& item) {
+    const auto [first, rows] = item.chunk;
+    if (rows > 0) {
+      copy_rows<kKeySize * 2>(q_at, delta_row(args, args.q, first, item.key_head), args.q.token,
+                              rows, threadIdx.x, kDeltaChunkThreads);
+      copy_rows<kKeySize * 2>(k_at, delta_row(args, args.k, first, item.key_head), args.k.token,
+                              rows, threadIdx.x, kDeltaChunkThreads);
     }
-  }
+    async_copy_commit();
+  };
+  const auto find = [&] {
+    if (stays) return items.find(args, number);
+    return Item{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                delta_chunk(args, blockIdx.x)};
+  };
+  if (stays && number >= items.count) return;
+  copy(find());
+#pragma unroll 1
+  while (true) {
+    const Item item = find();
+    const int key_head = item.key_head;
+    const int64_t place_of_chunk = item.place;
+    const auto [first, rows] = item.chunk;
+    if (!kBackward && args.starts != nullptr && place_of_chunk < args.places) {
+      clear_strays<kDeltaChunkThreads>(args, place_of_chunk, args.out, key_head * group, group,
+                                       args.value_size);
+    }
+    async_copy_wait<0>();
+    delta_chunk_sync(team);
+    number += teams;
+    const bool more = stays && number < items.count;
+    if (rows > 0) {
+      const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile, threadIdx.x) : 1.0f;
+      const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile, threadIdx.x) : 1.0f;
+      if (threadIdx.x % 2 == 0) {
+        numbers.norm_q[threadIdx.x / 2] = norm_q * args.scale;
+        numbers.norm_k[threadIdx.x / 2] = norm_k;
+      }
+
+      // A warp has 16 rows of both products, of which it needs the columns up to its last row.
+      float kk[kTiles][4] = {}, qk[kTiles][4] = {};
+#pragma unroll
+      for (int depth = 0; depth < kKeySize; depth += 16) {
+        uint32_t k_rows[4], q_rows[4];
+        load_matrices<false>(k_rows, block_by_columns(k_at, kTilePitch, warp * 16, depth));
+        load_matrices<false>(q_rows, block_by_columns(q_at, kTilePitch, warp * 16, depth));
+#pragma unroll
+        for (int pair = 0; pair < kTiles / 2; ++pair) {
+          if (pair > warp) continue;
+          uint32_t b[4];
+          load_matrices<false>(b, block_by_rows(k_at, kTilePitch, pair * 16, depth));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int tile = 2 * pair + i;
+            warp_multiply_add<Format>(kk[tile], k_rows[0], k_rows[1], k_rows[2], k_rows[3],
+                                      b[2 * i], b[2 * i + 1]);
+            warp_multiply_add<Format>(qk[tile], q_rows[0], q_rows[1], q_rows[2], q_rows[3],
+                                      b[2 * i], b[2 * i + 1]);
+          }
+        }
+      }
+
+      if (more) {
+        delta_chunk_sync(team);  // the tiles have been read
+        copy(find());
+      }
 
 #pragma unroll 1
-  for (int member = 0; member < group; ++member) {
-    const int head = key_head * group + member;
-    const int64_t place = static_cast<int64_t>(blockIdx.x) * args.v_heads + head;
-    char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
-    char* const scores = solved + kDeltaMatrixBytes;
-    load_numbers<Format>(args, first, rows, head, numbers.gate, numbers.beta);
-    __syncthreads();
+      for (int member = 0; member < group; ++member) {
+        const int head = key_head * group + member;
+        const int64_t place = place_of_chunk * args.v_heads + head;
+        char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
+        char* const scores = solved + kDeltaMatrixBytes;
+        load_numbers<Format>(args, first, rows, head, numbers.gate, numbers.beta);
+        delta_chunk_sync(team);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile / 2 > warp) continue;
+        for (int tile = 0; tile < kTiles; ++tile) {
+          if (tile / 2 > warp) continue;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = warp * 16 + lane / 4 + 8 * i, column = tile * 8 + lane % 4 * 2;
-        const float of_k = numbers.beta[row] * numbers.norm_k[row];
-        const float of_q = numbers.norm_q[row];
-        float below[2], up_to[2];
+          for (int i = 0; i < 2; ++i) {
+            const int row = warp * 16 + lane / 4 + 8 * i, column = tile * 8 + lane % 4 * 2;
+            const float of_k = numbers.beta[row] * numbers.norm_k[row];
+            const float of_q = numbers.norm_q[row];
+            float below[2], up_to[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float gates = numbers.gate[row] - numbers.gate[column + j];
-          const float factor =
-              column + j > row ? 0.0f : exp2_approx(gates) * numbers.norm_k[column + j];
-          below[j] = column + j == row ? 0.0f : of_k * factor * kk[tile][2 * i + j];
-          up_to[j] = of_q * factor * qk[tile][2 * i + j];
+            for (int j = 0; j < 2; ++j) {
+              const float gates = numbers.gate[row] - numbers.gate[column + j];
+              const float factor =
+                  column + j > row ? 0.0f : exp2_approx(gates) * numbers.norm_k[column + j];
+              below[j] = column + j == row ? 0.0f : of_k * factor * kk[tile][2 * i + j];
+              up_to[j] = of_q * factor * qk[tile][2 * i + j];
+            }
+            *reinterpret_cast<float2*>(&matrix[row * kDeltaPitch + column]) =
+                make_float2(below[0], below[1]);
+            *reinterpret_cast<uint32_t*>(scores + (row * kTokens + column) * 2) =
+                pack_pair<Format>(up_to[0], up_to[1]);
+          }
         }
-        *reinterpret_cast<float2*>(&matrix[row * kDeltaPitch + column]) =
-            make_float2(below[0], below[1]);
-        *reinterpret_cast<uint32_t*>(scores + (row * kTokens + column) * 2) =
-            pack_pair<Format>(up_to[0], up_to[1]);
+        delta_chunk_sync(team);
+        solve_chunk<Format, !kBackward>(matrix, half, numbers.beta, solved, team);
+        if (threadIdx.x < kTokens) {
+          float* const factors =
+              args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
+          const int token = threadIdx.x;
+          const float gate = numbers.gate[token], last = numbers.gate[kTokens - 1];
+          const float decay = exp2_approx(gate);
+          factors[token] = decay * numbers.norm_k[token];
+          factors[kTokens + token] = decay * numbers.norm_q[token];
+          factors[2 * kTokens + token] = exp2_approx(last - gate) * numbers.norm_k[token];
+          if (token < 4) factors[3 * kTokens + token] = exp2_approx(last);
+          if (kBackward) factors[kDeltaFactors + token] = numbers.beta[token];
+        }
+        delta_chunk_sync(team);
       }
+    } else if (more) {
+      copy(find());
     }
-    __syncthreads();
-    solve_chunk<Format, !kBackward>(matrix, half, numbers.beta, solved);
-    if (threadIdx.x < kTokens) {
-      float* const factors = args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
-      const int token = threadIdx.x;
-      const float gate = numbers.gate[token], last = numbers.gate[kTokens - 1];
-      const float decay = exp2_approx(gate);
-      factors[token] = decay * numbers.norm_k[token];
-      factors[kTokens + token] = decay * numbers.norm_q[token];
-      factors[2 * kTokens + token] = exp2_approx(last - gate) * numbers.norm_k[token];
-      if (token < 4) factors[3 * kTokens + token] = exp2_approx(last);
-      if (kBackward) factors[kDeltaFactors + token] = numbers.beta[token];
+    if (stays && threadIdx.x == 0 && place_of_chunk < args.places) {
+      // The barrier behind the last head has the stores of all of these warps before it. Chunks
+      // without tokens count too: where starts decrease, the next kernel may wait for one.
+      delta_publish(args.ready + key_head * args.places + place_of_chunk);
     }
-    __syncthreads();
+    if (!more) return;
   }
 }
 
@@ -140,7 +225,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
    Kernel((backward) ? "gated_delta_rule_chunks<" #dtype ", K=" #size ", backward>"      \
                      : "gated_delta_rule_chunks<" #dtype ", K=" #size ">",               \
           reinterpret_cast<const void*>(gated_delta_rule_chunks<dtype, size, backward>), \
-          delta_chunks_smem(size))}
+          (backward ? 1 : kDeltaChunkTeams) * delta_chunks_smem(size))}
 
 const DeltaRuleKernel kKernels[] = {
     TIERCEL_CHUNKS(BFloat16, 64, false), TIERCEL_CHUNKS(BFloat16, 128, false),

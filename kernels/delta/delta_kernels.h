@@ -84,6 +84,10 @@ struct DeltaRuleArgs {
   int64_t length;
   int64_t tokens;  // of all sequences
   int64_t segment_chunks;
+  int64_t places;  // of the workspace
+  // [Hk, places] or null: 1 for chunks that the first kernel has prepared. If given, its blocks
+  // stay and the last kernel runs beside it, waiting for each chunk.
+  int* ready;
   char* matrices;
   float* factors;
   char* tiles;
@@ -148,6 +152,7 @@ inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
 inline constexpr int kDeltaChunkThreads = 128;
+inline constexpr int kDeltaChunkTeams = 3;        // of so many threads, of a multiprocessor
 inline constexpr int kDeltaChannelThreads = 256;  // of a block with a gate per channel
 inline constexpr int kDeltaSlice = 64;            // columns of a state, per warpgroup
 inline constexpr int kDeltaGroups = 2;            // warpgroups of a block that multiply, at most

@@ -44,9 +44,40 @@ int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) 
   return std::max(kLeastChunks, ceil_div(chunks, segments));
 }
 
+// How the last kernel is launched.
+struct Shape {
+  int64_t segment_chunks;
+  int groups;      // slices of a state that share a block
+  int64_t slots;   // segments, or sequences
+  int64_t blocks;  // of the last kernel
+  int64_t beside;  // blocks of the first kernel that run beside those; 0: one waits for the other
+};
+
+Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool channels) {
+  Shape shape{};
+  const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice), states = count * sizes.v_heads;
+  // Two slices in a block share keys, queries and matrices.
+  shape.groups = slices > 1 && states * slices > kDefaultMultiprocessors ? 2 : 1;
+  shape.segment_chunks = choose_segments(sizes, count, places);
+  shape.slots = shape.segment_chunks == 0 ? count : places / shape.segment_chunks + count;
+  // A state goes through its chunks one after another, on one multiprocessor. If that leaves half
+  // of them idle, the first kernel runs there meanwhile: with a gate per head it then takes less
+  // time than the states. If all chunks fit at once, there is nothing to wait for.
+  constexpr int64_t kHalf = kDefaultMultiprocessors / 2;
+  const int64_t items = count == 0 ? 0 : round_up(places, count) * sizes.k_heads;
+  const bool many = items > kDefaultMultiprocessors * kDeltaChunkTeams && items <= INT32_MAX;
+  const bool apart = channels || shape.segment_chunks > 0 || !many;
+  if (!apart && states * slices > kHalf && states * ceil_div(slices, 2) <= kHalf) shape.groups = 2;
+  shape.blocks = shape.slots * sizes.v_heads * ceil_div(slices, shape.groups);
+  if (!apart && shape.blocks > 0 && shape.blocks <= kHalf) {
+    shape.beside = kDefaultMultiprocessors - shape.blocks;
+  }
+  return shape;
+}
+
 Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* plan,
                Launches* launches) {
-  *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
+  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0};
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {call.q, call.k, call.v, call.beta, call.out},
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
@@ -89,13 +120,14 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int key_size = static_cast<int>(sizes.key_size);
   const int64_t places = args->tokens == 0 ? 0 : ceil_div(args->tokens, kDeltaChunk) + args->count;
   const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
-  const int groups =
-      slices > 1 && args->count * sizes.v_heads * slices > kDefaultMultiprocessors ? 2 : 1;
-  args->segment_chunks = choose_segments(sizes, args->count, places);
-  const int64_t slots =
-      args->segment_chunks == 0 ? args->count : places / args->segment_chunks + args->count;
-  plan->grid = slots * sizes.v_heads * ceil_div(slices, groups);
+  const Shape shape = choose_shape(sizes, args->count, places, channels);
+  const int groups = shape.groups;
+  const int64_t slots = shape.slots;
+  args->segment_chunks = shape.segment_chunks;
+  args->places = places;
+  plan->grid = shape.blocks;
   plan->chunk_grid = places;
+  plan->beside = shape.beside;
   plan->groups = groups;
   plan->segment_chunks = args->segment_chunks;
   plan->dynamic_smem = static_cast<unsigned>(delta_rule_smem(key_size, channels, groups));
@@ -108,6 +140,12 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
                   channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                   channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
     plan->chunks = chunks->name();
+    if (shape.beside > 0) {
+      LaunchConfig& config = launches->configs[static_cast<int>(DeltaPart::kChunks)];
+      config.grid = {static_cast<uint32_t>(shape.beside), 1, 1};
+      config.block.y = kDeltaChunkTeams;
+      config.dynamic_smem *= kDeltaChunkTeams;
+    }
   }
   if (plan->grid > 0 && (places > 0 || args->final_state != nullptr)) {
     const auto threads = [](int of) { return of * 128 + kDeltaLoaders; };
@@ -130,7 +168,8 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
   const int64_t states = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
   const int64_t transitions = states * (sizes.value_size + key_size);
-  plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size;
+  const int64_t flags = shape.beside > 0 ? places * sizes.k_heads : 0;
+  plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size + flags;
   if (call.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *call.workspace, plan->workspace, q));
   auto* const begin = static_cast<float*>(call.workspace->data);
@@ -139,6 +178,9 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->tiles = reinterpret_cast<char*>(args->factors + factors);
   args->transitions = args->factors + factors + tiles;
   args->segment_states = args->transitions + transitions;
+  if (shape.beside > 0) {
+    args->ready = reinterpret_cast<int*>(args->segment_states + states * sizes.value_size);
+  }
   return Status();
 }
 

@@ -130,6 +130,24 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
   }
 }
 
+// Knows which chunks the first kernel has prepared, if it runs beside this one. Each warp that
+// loads has one, and asks for 32 chunks at a time.
+struct Prepared {
+  const int* flags;  // of the segment's chunks, or null
+  int64_t chunks;
+  int64_t known;
+
+  __device__ __forceinline__ void wait_for(int64_t count) {
+    if (flags == nullptr) return;
+    while (count >= known) {
+      const int64_t one = known + threadIdx.x % 32;
+      const bool done = one < chunks && delta_published(flags + one) != 0;
+      const int missing = __ffs(~__ballot_sync(kFullWarp, done));
+      known += missing == 0 ? 32 : missing - 1;
+    }
+  }
+};
+
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
                                            const Memory<kKeySize, kChannels>& memory,
@@ -355,7 +373,14 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   // With a gate per channel one thread arrives for the bulk copies too.
   const int group = memory.set_up(shared, kDeltaLoaders + (kChannels ? 1 : 0));
   const int groups = memory.groups;
-  grid_dependency_wait();
+  // Beside the first kernel, this one starts once that has seen the grids before it finish. The
+  // fence keeps what L1 holds of an earlier time from being read.
+  const bool beside = !kChannels && !kTransition && args.ready != nullptr;
+  if (beside) {
+    __threadfence();
+  } else {
+    grid_dependency_wait();
+  }
   grid_dependency_launch();
 
   Work work;
@@ -372,17 +397,25 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   if (group == groups) {
     set_registers<kLoad, false>();
     const int64_t chunks = work.segment.last - work.segment.first;
-    if (!needed || chunks == 0) return;
-    const Sources sources(args, work);
-    load_stages(memory, chunks, [&](int64_t count) {
-      copy_stage<kKeySize, kChannels, kTransition>(args, memory, work, sources, count);
-    });
+    if (needed && chunks > 0) {
+      const Sources sources(args, work);
+      Prepared prepared = {nullptr, chunks, 0};
+      if (beside) {
+        prepared.flags = args.ready + work.head / (args.v_heads / args.k_heads) * args.places +
+                         work.sequence.place + work.segment.first;
+      }
+      load_stages(memory, chunks, [&](int64_t count) {
+        if constexpr (!kChannels && !kTransition) prepared.wait_for(count);
+        copy_stage<kKeySize, kChannels, kTransition>(args, memory, work, sources, count);
+      });
+    }
   } else {
     set_registers<kMultiply, true>();
     if (needed) {
       go_through<Format, kKeySize, kChannels, kTransition>(args, memory, work, group);
     }
   }
+  if (beside) grid_dependency_wait();
 }
 
 __global__ void __launch_bounds__(kDeltaScanThreads)

@@ -18,6 +18,7 @@ struct DeltaRulePlan {
   int groups;              // warpgroups that multiply, of its blocks
   int64_t segment_chunks;  // chunks of a segment; 0: sequences are not divided
   int64_t chunk_grid;
+  int64_t beside;  // blocks of the first kernel that run beside the last one; 0: one waits
   int64_t grid;
   unsigned dynamic_smem;
   int64_t workspace;  // float32 elements

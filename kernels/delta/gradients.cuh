@@ -139,7 +139,7 @@ __device__ __forceinline__ void clear_gradients(const DeltaBackArgs& args, int k
 #pragma unroll 1
   for (int i = 0; i < 3; ++i) {
     const bool of_v = i == 2;
-    clear_strays<kThreads>(args,
+    clear_strays<kThreads>(args, blockIdx.x,
                            i == 0 ? args.dq
                            : of_v ? args.dv
                                   : args.dk,

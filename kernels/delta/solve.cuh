@@ -20,9 +20,17 @@ inline constexpr float kDeltaLeastGate =
     -100.0f;                            // no decay is stronger; sums' differences stay numbers
 inline constexpr int kDeltaAhead = 16;  // gates of a thread that are loaded together
 
-// A barrier of the first kDeltaChunkThreads threads of a block.
-__device__ __forceinline__ void delta_chunk_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kDeltaChunkThreads) : "memory");
+// A barrier of a team of kDeltaChunkThreads threads, which have a chunk together. A block has up to
+// kDeltaChunkTeams. Numbers are constants: one in a register would reserve all 16 barriers.
+__device__ __forceinline__ void delta_chunk_sync(int team = 0) {
+  static_assert(kDeltaChunkTeams == 3);
+  if (team == 0) {
+    asm volatile("bar.sync 1, %0;" ::"n"(kDeltaChunkThreads) : "memory");
+  } else if (team == 1) {
+    asm volatile("bar.sync 2, %0;" ::"n"(kDeltaChunkThreads) : "memory");
+  } else {
+    asm volatile("bar.sync 3, %0;" ::"n"(kDeltaChunkThreads) : "memory");
+  }
 }
 
 // Inverts the unit lower triangular matrix whose part below the diagonal is
@@ -105,13 +113,13 @@ __device__ __forceinline__ void multiply_blocks(const float* a, const float* b, 
 // matrix whose diagonal blocks are inverted. Each of the matrix's threads takes part;
 // `between` has room for a block.
 template <int kSize>
-__device__ __forceinline__ void invert_below(float* matrix, float* between) {
+__device__ __forceinline__ void invert_below(float* matrix, float* between, int team) {
   float* const lower = matrix + kSize * kDeltaPitch;
   multiply_blocks<kSize, kDeltaPitch, kDeltaPitch, kDeltaHalfPitch>(lower, matrix, between, 1.0f);
-  delta_chunk_sync();
+  delta_chunk_sync(team);
   multiply_blocks<kSize, kDeltaPitch, kDeltaHalfPitch, kDeltaPitch>(lower + kSize, between, lower,
                                                                     -1.0f);
-  delta_chunk_sync();
+  delta_chunk_sync(team);
 }
 
 // The inverse of I plus the matrix, if kScaled times beta by columns, to a
@@ -119,7 +127,7 @@ __device__ __forceinline__ void invert_below(float* matrix, float* between) {
 // Ends with all threads past their reads.
 template <typename Format, bool kScaled = true>
 __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const float* beta,
-                                            char* solved) {
+                                            char* solved, int team = 0) {
   const int warp = threadIdx.x / 32, pair = threadIdx.x / 64;
   float* const block = matrix + warp * kDeltaBlock * (kDeltaPitch + 1);
   invert_block(block);
@@ -130,10 +138,10 @@ __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const fl
       block[i * kDeltaPitch + kDeltaBlock + lane % kDeltaBlock] = 0.0f;
     }
   }
-  delta_chunk_sync();
+  delta_chunk_sync(team);
   invert_below<kDeltaBlock>(matrix + pair * kDeltaHalf * (kDeltaPitch + 1),
-                            half + pair * kDeltaBlock * kDeltaHalfPitch);
-  invert_below<kDeltaHalf>(matrix, half);
+                            half + pair * kDeltaBlock * kDeltaHalfPitch, team);
+  invert_below<kDeltaHalf>(matrix, half, team);
   const int row = threadIdx.x / 2;
 #pragma unroll 1
   for (int column = threadIdx.x % 2 * 8; column < (row / 16 + 1) * 16; column += 16) {
@@ -148,7 +156,7 @@ __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const fl
     }
     store_vector(solved + (row * kDeltaChunk + column) * 2, words);
   }
-  delta_chunk_sync();
+  delta_chunk_sync(team);
 }
 
 // The norms of two threads' row of a tile; 0 for a row of zeros' product with
@@ -251,11 +259,12 @@ __device__ __forceinline__ void sum_gates(const DeltaRuleArgs& args, const Delta
   }
 }
 
-// Zeros for a block's tokens of no sequence, in some heads of `size` elements.
+// Zeros for tokens of no sequence among a place's 64 tokens, in some heads of `size` elements.
 template <int kThreads>
-__device__ __forceinline__ void clear_strays(const DeltaRuleArgs& args, const DeltaHeads& of,
-                                             int first_head, int heads, int size) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kDeltaChunk;
+__device__ __forceinline__ void clear_strays(const DeltaRuleArgs& args, int64_t place,
+                                             const DeltaHeads& of, int first_head, int heads,
+                                             int size) {
+  const int64_t first = place * kDeltaChunk;
   const int64_t begin = delta_start(args, 0), end = delta_start(args, args.count);
   const int64_t last = min(first + kDeltaChunk, args.tokens);
   if (first >= begin && last <= end) return;

@@ -66,9 +66,16 @@ def test_all_rows_and_channels_have_a_thread(shape, dtype):
 
 def test_few_rows_are_spread():
     rows = [plan(ExchangeTensor, 1, n, 8192)["rows_per_thread"] for n in (1, 128, 512, 2**16)]
-    assert rows == [1, 2, 10, 32]
+    assert rows == [1, 3, 11, 32]
     assert update(ExchangeTensor, 256, 1, 8192, slots=256)["rows_per_thread"] == 1
     assert backward(ExchangeTensor, 100, 64, parts=7)["rows_per_thread"] == 15
+
+
+def test_threads_are_whole_waves():
+    """Three blocks of each of 132 multiprocessors run at once."""
+    for tokens, channels, waves in ((4096, 2048, 1), (4096, 8192, 3), (32768, 2048, 6)):
+        got = plan(ExchangeTensor, 1, tokens, channels)
+        assert (waves - 0.1) * 396 < got["grid"] <= waves * 396
 
 
 def test_nothing_to_do():

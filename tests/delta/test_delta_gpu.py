@@ -148,6 +148,28 @@ def test_long_sequences_are_divided(channels):
     prompt(inputs, torch.randn(4, 1, 128, 32).cuda(), starts)
 
 
+@pytest.mark.parametrize("lengths", [None, (1000, 0, 3, 2500), (900,) * 3])
+def test_chunks_beside_the_states(lengths):
+    """The states' kernel runs while the first one prepares chunks: the same bits as one after the
+    other, which is how five times as many heads run."""
+    tokens = 8192 if lengths is None else sum(lengths)
+    starts, heads = None, (8, 32)
+    if lengths is not None:
+        heads = (8, 8) if len(lengths) > 3 else (10, 10)
+        starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    for seed in range(10):
+        inputs = problem(1, tokens, heads, (128, 128), gate=4.0, seed=seed)
+        more = [torch.cat([t] * 5, 2) for t in inputs]
+        got, state = tiercel.gated_delta_rule(
+            *inputs, cu_seqlens=starts, output_final_state=True, qk_l2norm=True
+        )
+        due, due_state = tiercel.gated_delta_rule(
+            *more, cu_seqlens=starts, output_final_state=True, qk_l2norm=True
+        )
+        assert torch.equal(got, due[:, :, -heads[1] :])
+        assert torch.equal(state, due_state[:, -heads[1] :])
+
+
 @pytest.mark.parametrize("heads", [(1, 2), (16, 32)])
 def test_65536_tokens(heads):
     """Errors do not grow with the length, for states that decay and such that hardly do."""

@@ -115,6 +115,26 @@ def test_few_long_sequences_are_divided():
     assert chunks(1, 32768, 8, cu_seqlens=ExchangeTensor(1, dtype="int32")) == 0
 
 
+def test_first_kernel_beside_the_last():
+    """Where half of the multiprocessors have no state, and chunks are more than fit at once."""
+
+    def beside(batch, tokens, heads, sizes=(128, 128), **given):
+        got = prompt(ExchangeTensor, batch, tokens, heads=heads, sizes=sizes, **given)
+        flags = got["workspace"] - got["chunk_grid"] * heads[1] * (64 * 64 + 196)
+        assert flags == (got["chunk_grid"] * heads[0] if got["beside"] else 0)
+        return got["beside"]
+
+    # Two slices share a block if that leaves enough.
+    assert [beside(1, 32768, (16, heads)) for heads in (32, 48, 64, 80)] == [68, 84, 68, 0]
+    assert beside(1, 1024, (16, 32)) == 0 and beside(1, 2048, (16, 32)) == 68
+    assert beside(1, 8192, (8, 32)) == 68 and beside(2, 4096, (8, 16)) == 68
+    assert beside(8, 4096, (4, 4), (64, 64)) == 100
+    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(2, dtype="int32")) == 68
+    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(3, dtype="int32")) == 68
+    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(4, dtype="int32")) == 0
+    assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(1, dtype="int32")) == 0
+
+
 def test_workspace(make):
     for batch, tokens in ((1, 1), (2, 64), (3, 100)):
         places = -(-batch * tokens // 64) + batch

@@ -177,6 +177,25 @@ def test_packed_sequences_are_divided():
     assert not out[:, :3].any() and not out[:, 2400:].any()
 
 
+@pytest.mark.parametrize(
+    ("heads", "size", "lengths"),
+    [((14, 28), 16, (1900,)), ((14, 14), 16, (0, 1100, 1, 400)), ((14, 28), 16, (500, 1000))]
+    + [((17, 34), 80, (1500,))],  # two slices of a state in a block
+)
+def test_chunks_beside_the_states(heads, size, lengths):
+    """More chunks and heads than fit at once, and half of the multiprocessors without a state."""
+    count = len(lengths)
+    generator = torch.Generator().manual_seed(1)
+    initial = torch.randn(count, heads[1], 64, size, generator=generator)
+    starts, total = None, lengths[0]
+    if count > 1:
+        starts = torch.tensor([3, *lengths]).cumsum(0).to(torch.int32)
+        total = int(starts[-1]) + 400
+    out, _ = prompt(problem(1, total, heads, (64, size), gate=5.0), initial, starts)
+    if starts is not None:
+        assert not out[:, :3].any() and not out[:, int(starts[-1]) :].any()
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_beta(dtype):
     *rest, beta = problem(1, 100, (1, 2), (64, 16))
