@@ -160,6 +160,7 @@ __device__ __forceinline__ void load_ahead(const MlaDecodeArgs& args, const CUte
                                            const CUtensorMap* halves, const AheadMemory& memory,
                                            unsigned char* pointer, int stage, int row) {
   int next = -1;
+  __syncwarp();  // all have read the cursor
   if (threadIdx.x % 32 == 0) {
     AheadCursor* const cursor = ahead_cursor(pointer);
     Share share = cursor->share;

@@ -45,8 +45,7 @@ static_assert(kScoresRegisters + 2 * kValuesRegisters <= 3 * (65536 / kMlaThread
 constexpr int kHeldSteps = kMlaLatent / 16 - 1;
 
 // Turns 4 x 4 words of 4 adjacent lanes: word j of a lane becomes the lane's word of lane j.
-__device__ __forceinline__ void turn_words(uint32_t (&w)[4]) {
-  const int lane = threadIdx.x;
+__device__ __forceinline__ void turn_words(uint32_t (&w)[4], int lane) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
     const bool odd = lane & bit;
@@ -107,7 +106,7 @@ __device__ __forceinline__ void load_queries_ahead(uint32_t (&q)[kHeldSteps][4],
       store(memory.base + kAheadLatent + row / 8 * 256 + (lane - 2) * 128 + row % 8 * 16, last);
     }
     uint32_t turned[4] = {last.x, last.y, last.z, last.w};
-    turn_words(turned);
+    turn_words(turned, lane);
     q[kHeldSteps - 1][second] = turned[0], q[kHeldSteps - 1][2 + second] = turned[1];
   }
 #pragma unroll
@@ -125,7 +124,7 @@ __device__ __forceinline__ void load_queries_ahead(uint32_t (&q)[kHeldSteps][4],
     for (int second = 0; second < 2; ++second) {
       uint32_t turned[4] = {q[2 * group][second], q[2 * group][2 + second],
                             q[2 * group + 1][second], q[2 * group + 1][2 + second]};
-      turn_words(turned);
+      turn_words(turned, lane);
       q[2 * group][second] = turned[0], q[2 * group][2 + second] = turned[1];
       q[2 * group + 1][second] = turned[2], q[2 * group + 1][2 + second] = turned[3];
     }
@@ -139,37 +138,43 @@ __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address) {
   return uint64_t{256 >> 4} << 32 | uint64_t{128 >> 4} << 16 | (address >> 4 & 0x3fff);
 }
 
-// Starts the scores of a step, 64 x 64, along all columns: two groups of products, of which the
-// second is the last block's.
-template <bool kBFloat16>
+// Starts the products of one part of a step's scores, 64 x 64, along its columns. The last block of
+// the last part is a group of its own. `there`: the part's keys are, so that nothing has to wait.
+template <bool kBFloat16, int kPart>
 __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)[kHeldSteps][4],
-                                             const AheadMemory& memory, const AheadRing& ring) {
+                                             const AheadMemory& memory, const AheadRing& ring,
+                                             bool there) {
   const uint32_t tile = memory.tile(ring.stage);
-  wgmma_settle(s);
+  if (!there) mbarrier_wait(memory.full(kPart, ring.stage), ring.parity);
+  wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < kAheadParts; ++part) {
-    mbarrier_wait(memory.full(part, ring.stage), ring.parity);
-    wgmma_fence();
+  for (int at = 0; at < part_blocks(kPart); ++at) {
+    const int block = part_block(kPart) + at;
+    if (kPart == kAheadParts - 1 && at == part_blocks(kPart) - 1) wgmma_commit();
 #pragma unroll
-    for (int at = 0; at < part_blocks(part); ++at) {
-      const int block = part_block(part) + at;
-      const bool last = part == kAheadParts - 1 && at == part_blocks(part) - 1;
-      if (last) wgmma_commit();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint64_t keys = rows_descriptor(tile) + ((block * kMlaBlock + k * 32) >> 4);
-        if (block == kMlaBlocks - 1) {
-          wgmma_64<kBFloat16>(s, rows_descriptor(memory.base + kAheadRotary) + (k * 32 >> 4), keys,
-                              true);
-        } else if (block * 4 + k == kHeldSteps) {
-          wgmma_64<kBFloat16>(s, plain_descriptor(memory.base + kAheadLatent), keys, true);
-        } else {
-          wgmma_from_registers<kBFloat16, false>(s, q[block * 4 + k], keys, block > 0 || k > 0);
-        }
+    for (int k = 0; k < 4; ++k) {
+      const uint64_t keys = rows_descriptor(tile) + ((block * kMlaBlock + k * 32) >> 4);
+      if (block == kMlaBlocks - 1) {
+        wgmma_64<kBFloat16>(s, rows_descriptor(memory.base + kAheadRotary) + (k * 32 >> 4), keys,
+                            true);
+      } else if (block * 4 + k == kHeldSteps) {
+        wgmma_64<kBFloat16>(s, plain_descriptor(memory.base + kAheadLatent), keys, true);
+      } else {
+        wgmma_from_registers<kBFloat16, false>(s, q[block * 4 + k], keys, block > 0 || k > 0);
       }
     }
   }
-  wgmma_commit();
+  if (kPart == kAheadParts - 1) wgmma_commit();
+}
+
+// True if all keys of a step are there.
+__device__ __forceinline__ bool keys_arrived(const AheadMemory& memory, const AheadRing& ring) {
+  bool all = true;
+#pragma unroll
+  for (int part = 0; part < kAheadParts; ++part) {
+    all &= mbarrier_test(memory.full(part, ring.stage), ring.parity);
+  }
+  return all;
 }
 
 // The place of the lane's row of a 16 x 16 matrix of probabilities in their tile.
@@ -199,24 +204,36 @@ template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
+  // Where products bound the kernel, the first of a step start before the probabilities of the step
+  // before are announced. Where memory does, nothing may keep a stage from being free.
+  const bool late = args.row_blocks > 1;
+  const auto announce = [&](int stage) {
+    proxy_fence();
+    release(memory.ready(stage));
+  };
 
   while (true) {
     uint32_t q[kHeldSteps][4];
     load_queries_ahead(q, args, b, memory);
     RowState upper, lower;
-    int before = -1;
-    bool begins = true;
+    int before = -1;  // the stage whose values wait for their turn
+    bool begins = true, there = false;
     int flags;
     do {
       const int stage = ring.stage;
+      if (!there) there = __all_sync(kFullWarp, keys_arrived(memory, ring));
       // Values need not wait for scores whose keys are not there.
-      if (before >= 0 &&
-          !__all_sync(kFullWarp, mbarrier_test(memory.full(kAheadParts - 1, stage), ring.parity))) {
+      if (before >= 0 && !there) {
+        if (late) announce(before);
         release(memory.turn(before));
         before = -1;
       }
       float s[32] = {};
-      start_scores<kBFloat16>(s, q, memory, ring);
+      wgmma_settle(s);
+      start_scores<kBFloat16, 0>(s, q, memory, ring, there);
+      if (late && before >= 0) announce(before);
+      start_scores<kBFloat16, 1>(s, q, memory, ring, there);
+      start_scores<kBFloat16, 2>(s, q, memory, ring, there);
       const AheadNote note = *ahead_note(pointer, stage);
       wgmma_wait<1>();
       if (before >= 0) release(memory.turn(before));
@@ -239,7 +256,9 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       const bool leads = place.column == 0;
       float scale = args.scale;
       asm volatile("" : "+f"(scale));  // in a register: a constant operand costs an issue slot
+      ring.next();
       const float2 factor = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
+      const bool arrived = late && keys_arrived(memory, ring);
       named_sync<128>(kScores);  // all have multiplied the rotary columns
       store_shares<Format>(s, memory.rotary(stage) + shares_place());
       // There is nothing to scale at a sequence's first step, so that its place has the inverses of
@@ -249,7 +268,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         factors[0] = factor.x, factors[8] = factor.y;
       }
       begins = false;
-      ring.next();
+      there = __all_sync(kFullWarp, arrived);
       if (__builtin_expect(flags & AheadNote::kEnds, 0)) {
         upper.sum = lanes_reduce<4>(upper.sum, Sum());
         lower.sum = lanes_reduce<4>(lower.sum, Sum());
@@ -265,8 +284,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         }
         b = note.b;
       }
-      proxy_fence();
-      release(memory.ready(stage));
+      if (!late || (flags & AheadNote::kEnds)) announce(stage);
       if (__builtin_expect(flags & AheadNote::kEnds, 0)) {
         release(memory.turn(stage));
         const bool parts = flags & AheadNote::kShared;
@@ -293,9 +311,93 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
   }
 }
 
+// store_rows() in whole lines: a warp's 16 rows lie in shared memory in between, in its 8 KiB of
+// the half that its warpgroup has multiplied.
+template <typename Format>
+__device__ __forceinline__ void store_lines(const MlaDecodeArgs& args, const AheadSteps& share,
+                                            int half, const float (&o)[128], float2 factors,
+                                            uint32_t values) {
+  named_sync<128>(half == 0 ? kFirstTail : kSecondTail);  // all have multiplied the values
+  const int own = opaque(threadIdx.x % 128), thread = own % 32, warp = own / 32;
+  const int row_block = blockIdx.x % args.row_blocks;
+  const uint32_t lines = values + warp * kMlaBlock;
+  const int first = row_block * kMlaRows + warp * 16;
+  if (share.shared()) {
+    float* to =
+        args.partial + half * 256 +
+        (part_line(args, blockIdx.x / args.row_blocks, share.first == 0, row_block) + warp * 16) *
+            kMlaLatent +
+        thread * 4;
+    const int row = thread / 4;
+    const uint32_t from = lines + row * 512 + (thread % 4 / 2 ^ row) * 16 + thread % 2 * 8;
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const float* const four = o + 64 * pass + 4 * j;
+        // 32 bytes of a row's 512 are one group of 8 columns.
+        const uint32_t at = from ^ (j * 32);
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(four[0] * factors.x),
+                     "f"(four[1] * factors.x)
+                     : "memory");
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 4096), "f"(four[2] * factors.y),
+                     "f"(four[3] * factors.y)
+                     : "memory");
+      }
+      __syncwarp();
+#pragma unroll 4
+      for (int i = 0; i < 16; ++i) {
+        float4 four;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                     : "r"(lines + i * 512 + (thread ^ i % 8) * 16)
+                     : "memory");
+        if (first + i < args.rows) {
+          *reinterpret_cast<float4*>(to + i * kMlaLatent + pass * 128) = four;
+        }
+      }
+      __syncwarp();
+    }
+    return;
+  }
+  const uint32_t into = lines + thread % 16 * 128 + (thread / 16 ^ thread % 8) * 16;
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    const float* const from = o + 8 * j;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float factor = i % 2 ? factors.y : factors.x;
+      const float pair[2] = {from[2 * i] * factor, from[2 * i + 1] * factor};
+      words[i] = Format::pack(pair);
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     (into ^ (j % 4 * 32)) + j / 4 * 2048),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  }
+  __syncwarp();
+  const int64_t offset = out_row(args, share.b, min(first + thread % 16, args.rows - 1)) - args.out;
+#pragma unroll 4
+  for (int i = 0; i < 16; ++i) {
+    char* const to = args.out + __shfl_sync(kFullWarp, offset, i) + half * 512 + thread * 8;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      uint2 two;
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(two.x), "=r"(two.y)
+                   : "r"(lines + part * 4096 + thread / 16 * 2048 + i * 128 +
+                         (thread / 2 % 8 ^ i % 8) * 16 + thread % 2 * 8)
+                   : "memory");
+      if (first + i < args.rows) *reinterpret_cast<uint2*>(to + part * 256) = two;
+    }
+  }
+  __syncwarp();
+}
+
 // The second and the third warpgroup: probabilities times a half of the values. A warp of the
-// second loads the stages that both have freed. It looks for that while it waits for its turn, and
-// finds where the next keys are while products run.
+// second loads the stages that both have freed. It looks for that whenever it waits, and finds
+// where the next keys are while products run.
 template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CUtensorMap* map,
                                              const CUtensorMap* halves, const AheadMemory& memory,
@@ -304,6 +406,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   if (loads) {
 #pragma unroll 1
     for (int stage = 0; stage < kAheadStages; ++stage) {
+      if (ahead_cursor(pointer)->step < 0) break;
       load_ahead(args, map, halves, memory, pointer, stage, ahead_row(args, pointer));
     }
   }
@@ -311,14 +414,28 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   AheadRing ring;
   float o[128];
   AheadSteps steps;
-  int row = -1;
-  bool pending = false;  // the stage before is to be loaded
+  constexpr int kNothing = -2;
+  int row = kNothing;  // of the step that the stage before is to be loaded with
+  // Until the phase is over, loads the stage before as soon as it is free.
+  const auto load_until = [&](uint32_t barrier) {
+    while (!__all_sync(kFullWarp, mbarrier_test(barrier, ring.parity))) {
+      if (row == kNothing) continue;
+      const AheadRing before = ring.before();
+      if (__all_sync(kFullWarp, mbarrier_test(memory.empty(0, before.stage), before.parity) &&
+                                    mbarrier_test(memory.empty(1, before.stage), before.parity))) {
+        load_ahead(args, map, halves, memory, pointer, before.stage, row);
+        row = kNothing;
+      }
+    }
+  };
   do {
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0.0f;
     bool begins = true;
     do {
       const uint32_t values = memory.tile(ring.stage) + half * kHalfBlocks * kMlaBlock;
+      if (loads) load_until(memory.ready(ring.stage));
+      __syncwarp();
       mbarrier_wait(memory.ready(ring.stage), ring.parity);
       {
         const AheadNote note = *ahead_note(pointer, ring.stage);
@@ -332,22 +449,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
         }
         begins = false;
       }
-      if (loads) {
-        while (true) {
-          const bool mine =
-              __all_sync(kFullWarp, mbarrier_test(memory.turn(ring.stage), ring.parity));
-          if (pending) {
-            const AheadRing before = ring.before();
-            if (__all_sync(kFullWarp,
-                           mbarrier_test(memory.empty(0, before.stage), before.parity) &&
-                               mbarrier_test(memory.empty(1, before.stage), before.parity))) {
-              load_ahead(args, map, halves, memory, pointer, before.stage, row);
-              pending = false;
-            }
-          }
-          if (mine) break;
-        }
-      }
+      if (loads) load_until(memory.turn(ring.stage));
       __syncwarp();
       mbarrier_wait(memory.turn(ring.stage), ring.parity);
       wgmma_settle(o);
@@ -360,25 +462,37 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       }
       wgmma_commit();
       if (loads) {
-        if (pending) {
+        if (row != kNothing) {
           const AheadRing before = ring.before();
           mbarrier_wait(memory.empty(0, before.stage), before.parity);
           mbarrier_wait(memory.empty(1, before.stage), before.parity);
           load_ahead(args, map, halves, memory, pointer, before.stage, row);
         }
         row = ahead_row(args, pointer);
-        pending = true;
       }
       __syncwarp();
       wgmma_wait<0>();
       wgmma_settle(o);
+      if (steps.flags & AheadNote::kEnds) break;
       release(memory.empty(half, ring.stage), args.pair);
       ring.next();
-    } while (!(steps.flags & AheadNote::kEnds));
+    } while (true);
+    const AheadRing last = ring;
+    ring.next();
     const Place place;
     const float* const inverses = ahead_factors(pointer, ring.stage) + place.row;
-    store_rows<Format>(args, steps, blockIdx.x / args.row_blocks, blockIdx.x % args.row_blocks,
-                       half, o, make_float2(inverses[0], inverses[8]));
+    const float2 factors = make_float2(inverses[0], inverses[8]);
+    // Parts of few rows, or of sequences in many lanes, are little to write, and waited for.
+    if (steps.shared() && (args.row_groups > 1 || args.part_rows < kMlaRows)) {
+      release(memory.empty(half, last.stage), args.pair);
+      store_rows<Format>(args, steps, blockIdx.x / args.row_blocks, blockIdx.x % args.row_blocks,
+                         half, o, factors);
+    } else {
+      store_lines<Format>(args, steps, half, o, factors,
+                          memory.tile(last.stage) + half * kHalfBlocks * kMlaBlock);
+      proxy_fence();
+      release(memory.empty(half, last.stage), args.pair);
+    }
     __syncwarp();
   } while (!(steps.flags & AheadNote::kLast));
 }
@@ -432,7 +546,7 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   }
   if (args.pair) {  // neither ends while the other still loads into it, or tells it of a free half
     __syncwarp();
-    cluster_arrive();
+    cluster_arrive();  // not relaxed: arrivals at the other's barriers come before it ends
     cluster_wait();
   }
 }

@@ -21,6 +21,9 @@ inline constexpr int kMlaStep = 64;  // keys
 inline constexpr int kMlaStages = 2;
 inline constexpr int kMlaThreads = 384;      // two warpgroups that multiply, one that loads
 inline constexpr int kMlaCombineGroups = 4;  // of a block of mla_combine, 128 threads each
+// Its blocks go through rows: most end at once, where no lanes share sequences, and launching one
+// for each row would take longer than all the rest.
+inline constexpr int kMlaCombineBlocks = 2 * 132;
 // Steps of a part of a sequence in the batch-invariant mode.
 inline constexpr int kMlaInvariantPart = 16;
 inline constexpr int kMlaLeastBox = 8;  // keys of a copy by TMA; pages of fewer are copied by row
@@ -108,6 +111,7 @@ enum class MlaLayout { kSame, kFloat8, kPacked };
 
 struct MlaCombineKernel {
   DType dtype;
+  bool many;  // for `row_groups` above 1
   Kernel kernel;
 };
 

@@ -78,6 +78,14 @@ def test_float8(dtype, kind, page, multiprocessors, queries):
     assert_right(inputs, out, lse, **more)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "queries", "multiprocessors"), [([520], 3, 132), ([130, 0, 1, 64, 65], 2, 12)]
+)
+def test_more_rows_than_blocks_that_combine(lengths, queries, multiprocessors):
+    """A block goes through several rows, all groups with one of them or each with its own."""
+    check(make(lengths, queries, 128), multiprocessors=multiprocessors)
+
+
 def test_more_queries_than_keys():
     check(make([3, 7, 8], 8, 4))
 

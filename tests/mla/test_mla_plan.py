@@ -51,7 +51,8 @@ def test_kernels(dtype):
     kernels = {32: f"<{name}, Same>", 64: f"_ahead<{name}>", 256: f"_ahead<{name}>"}
     for page, kernel in kernels.items():
         got = plan(page=page, dtype=dtype, cache=dtype)
-        assert got["kernel"] == "mla_decode" + kernel and got["combine"] == f"mla_combine<{name}>"
+        assert got["kernel"] == "mla_decode" + kernel
+        assert got["combine"] == f"mla_combine<{name}, many>"
         assert got["rows"] == got["step"] == 64 and got["block"] == 384
         assert got["dynamic_smem"] <= 227 << 10
 
@@ -76,6 +77,11 @@ def test_lanes_fill_the_device(queries, heads):
     assert got["grid"] == got["lanes"] * blocks
     lines = 2 * got["grid"] * min(queries * heads, 64)
     assert got["workspace"] == lines * 514 + 4 * min(64, got["lanes"] - 1)
+
+
+def test_sequences_in_many_lanes_have_a_kernel_that_combines():
+    for batch, name in ((1, ", many"), (16, ", many"), (17, ""), (256, "")):
+        assert plan(shape=(batch, 1, 16, 576))["combine"] == f"mla_combine<BFloat16{name}>"
 
 
 def test_short_sequences_have_fewer_lanes():
