@@ -60,6 +60,30 @@ __device__ __forceinline__ uint32_t max_pairs_or_nan(uint32_t a, uint32_t b) {
   return larger;
 }
 
+// The largest of a lane's logits, or NaN.
+template <typename Format, int kVectors>
+__device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]) {
+  if constexpr (Format::kPerWord == 2) {
+    uint32_t pairs = words[0][0];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (uint32_t word : words[i]) pairs = max_pairs_or_nan<Format>(pairs, word);
+    }
+    float two[2];
+    Format::unpack(pairs, two);
+    return max_or_nan(two[0], two[1]);
+  } else {
+    float most = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (uint32_t word : words[i]) most = max_or_nan(most, __uint_as_float(word));
+    }
+    return most;
+  }
+}
+
 // The warp's largest value: NaN, as max_or_nan makes it, is the largest of the integers too.
 __device__ __forceinline__ float warp_largest(float value) {
   const int bits = __float_as_int(value);

@@ -105,6 +105,16 @@ struct SampleKernel {
   Kernel kernel;
 };
 
+// Rows without filters, penalties and mask.
+struct SampleStreamArgs : SampleArgs {
+  int slots;  // of each warp
+};
+
+struct SampleStreamKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
 struct TopLogprobsKernel {
   DType dtype;
   Kernel kernel;
@@ -125,6 +135,15 @@ inline constexpr int kSampleRounds = 14;
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
+// Of an H100 or H200: those that blocks of a multiprocessor each, in clusters of 4 or 8, can use.
+inline constexpr int kClusteredMultiprocessors = 120;
+inline constexpr int kStreamWarps = 16;
+inline constexpr int kStreamThreads = 32 * kStreamWarps + 32;  // one more warp
+inline constexpr int kStreamRing = 192 << 10;                  // bytes
+inline constexpr int64_t kStreamLeast = 8 << 20;               // bytes of all rows
+inline constexpr int kStreamTableBytes = 32;                   // of a segment
+inline constexpr int kStreamSegments = 512;                    // at most, of a row
+
 inline constexpr int kTopLogprobs = 32;  // at most, of a row
 // Dynamic, at most: a pair of floats for each segment of the longest row.
 inline constexpr int kTopLogprobsSmem = 8 << 10;
@@ -134,6 +153,7 @@ inline constexpr int kVerifySegments = 1024;  // at most, of a row
 inline constexpr int kTreeNodes = 64;         // at most
 
 const SampleKernel* sample_kernels(int* count);
+const SampleStreamKernel* sample_stream_kernels(int* count);
 const VerifyKernel* verify_kernels(int* count);
 const VerifyTreeKernel* verify_tree_kernels(int* count);
 const TopLogprobsKernel* top_logprobs_kernels(int* count);

@@ -89,6 +89,32 @@ def test_clusters(rows, columns, dtype, blocks):
         check(logits, seed=5, offset=2**40 + 7, **given)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "padding", "dtype", "blocks"),
+    [(400, 11_003, 5, BF16, 1), (40, 128_256, 0, BF16, 8), (300, 8_000, 0, F32, 1)],
+)
+def test_rows_without_filters_are_streamed(rows, columns, padding, dtype, blocks):
+    """Blocks stay for several rows; tokens and log-probabilities are those of a few rows alone."""
+    inf, nan = float("inf"), float("nan")
+    logits = problem(rows, columns + padding, dtype, 3)[:, :columns]
+    logits[0, 17], logits[1], logits[2, 1:] = nan, -inf, -inf
+    logits[3, [4, 2000, columns - 1]] = inf
+    logits[4] = 1.0
+    temperatures = torch.linspace(-0.2, 2.0, rows)
+    seeds = torch.arange(rows)
+    tokens = torch.empty(rows, dtype=torch.int32)
+    plan = kernels.sample_plan(*arguments(logits, tokens, None, {}))
+    assert plan["kernel"].startswith("sample_stream") and plan["blocks_per_row"] == blocks
+    check(logits, temperatures=temperatures, seeds=seeds)
+    tokens, logprobs = run(logits, temperatures=temperatures, seeds=seeds)
+    for begin in range(0, rows, 10):
+        part = slice(begin, begin + 10)
+        given = {"temperatures": temperatures[part], "seeds": seeds[part]}
+        few, few_logprobs = run(logits[part], **given)
+        assert torch.equal(tokens[part], few)
+        assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
+
+
 def test_flat_logits():
     """Nearly all tokens are kept, and thresholds lie among many."""
     logits = problem(3, 9000, F32, 2, 0.01)
