@@ -174,7 +174,7 @@ struct Shared {
   uint64_t arrived[kSampleRounds];  // barriers of the copies
   uint32_t bin, tokens;
   uint32_t candidates;  // of this block
-  uint32_t bound;       // bits of a distance
+  float bound;          // a distance
 };
 
 template <typename Format>
@@ -297,14 +297,14 @@ struct Row {
   __device__ __forceinline__ void each_of(int segment, float from, float to, Function f) const {
     constexpr int kColumns = kPerVector<Format>, kPerWord = Format::kPerWord;
     static_assert(kSampleSegment == 32 * 32);
-    const int lane = threadIdx.x % 32;
+    const uint32_t lane = threadIdx.x % 32;
     const auto* part = &held[(segment - first) * (kSampleSegment / kColumns)];
     uint32_t hits = hits_of(part, low_of(to), high_of(from));
 #pragma unroll 1
     for (; hits != 0; hits &= hits - 1) {
-      const int hit = __ffs(hits) - 1;
-      const int word = hit % (32 / kPerWord), half = hit / (32 / kPerWord);
-      const int inside = (word / 4 * 32 + lane) * kColumns + word % 4 * kPerWord + half;
+      const uint32_t hit = __ffs(hits) - 1;
+      const uint32_t word = hit % (32 / kPerWord), half = hit / (32 / kPerWord);
+      const uint32_t inside = (word / 4 * 32 + lane) * kColumns + word % 4 * kPerWord + half;
       const float d = distance(
           load_element<Format>(reinterpret_cast<const char*>(part) + inside * Format::kBytes));
       if (d >= from && d <= to) f(d, segment * kSampleSegment + inside);

@@ -256,53 +256,49 @@ __device__ __forceinline__ void draw(
   if (filters && !greedy) {
     if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
+    bool few = true;  // candidates may be enough for top-p
     if (of_all && largest < kInfinity) {
+      float heads = 0.0f;  // the segments' largest weights
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) whole += row.segment_weight(s, kUnit);
+      for (int s = lane; s < args.segments; s += 32) {
+        whole += row.segment_weight(s, kUnit);
+        heads += exp2_approx((row.segments[s].x - largest) * row.scale);
+      }
       whole = warp_sum(whole);
+      heads = lanes_reduce<32>(heads, Sum());
+      few = heads * kUnit * max(kFew / args.segments, 2) >= top_p * static_cast<float>(whole);
       // All smaller ones together are less than what top-p leaves out.
       const float least = (1.0f - fmaxf(top_p, 0.0f)) / (2.0f * args.columns);
       row.limit = fminf(row.limit, -log2f(least) / row.scale);
     }
     // k groups have a token at least as large as the k-th largest maximum of the groups.
     const int groups = grouped ? kGroups * args.segments : args.segments;
-    const int least = by_count ? top_k : whole > 0 ? min(groups * 3 / 4, 100) : 0;
+    const int least = by_count ? top_k : whole > 0 && few ? min(groups * 3 / 4, 100) : 0;
     const float limit = row.limit;
-    if (0 < least && least <= groups) {
-      const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
-      // Groups with fewer than that many larger ones: the farthest of them is the bound. Two
-      // threads count for a group where there are enough threads.
-      const int share = groups <= kSampleThreads / 2 ? 2 : 1;
-      if (threadIdx.x == 0) shared.bound = 0;
-      __syncthreads();
-      for (int begin = 0; begin < groups; begin += kSampleThreads / share) {
-        const int g = begin + threadIdx.x / share;
-        const float own = top(min(g, groups - 1));
-        int above = 0;
-#pragma unroll 8
-        for (int other = threadIdx.x % share; other < groups; other += share) {
-          above += top(other) > own ? 1 : 0;
-        }
-        if (share == 2) above += __shfl_xor_sync(kFullWarp, above, 1);
-        const uint32_t far = above < least ? __float_as_uint(row.distance(own)) : 0;
-        const uint32_t farthest = __reduce_max_sync(kFullWarp, far);
-        if (lane == 0) atomicMax(&shared.bound, farthest);
+    if (0 < least && least <= min(groups, kReach)) {
+      if (warp == 0) {
+        const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
+        constexpr int kZeros = Held::kPerWord == 2 ? 13 : 0;  // of the logits' format in float32
+        const float reached = reached_by(groups, least, kZeros, top);
+        if (lane == 0) shared.bound = row.distance(reached);
       }
       __syncthreads();
-      row.limit = fminf(row.limit, __uint_as_float(shared.bound));
+      row.limit = fminf(row.limit, shared.bound);
     }
-    uint64_t mass;
-    const uint32_t count = gather(row, &mass);
-    const bool enough = whole == 0 || row.limit == limit || mass >= part_of(top_p, whole);
-    if (count <= kFew && enough) {
-      send(row, rank);
-      if (rank == 0) {
-        Kept* kept = nullptr;
-        if constexpr (kVerify) kept = &args.kept[row_place];
-        choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, random,
-                        kept);
+    uint64_t mass = 0;
+    if (few) {
+      const uint32_t count = gather(row, &mass);
+      const bool enough = whole == 0 || row.limit == limit || mass >= part_of(top_p, whole);
+      if (count <= kFew && enough) {
+        send(row, rank);
+        if (rank == 0) {
+          Kept* kept = nullptr;
+          if constexpr (kVerify) kept = &args.kept[row_place];
+          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, random,
+                          kept);
+        }
+        return;
       }
-      return;
     }
     if (!by_count) row.limit = limit;
     row.origin = __uint_as_float((__float_as_uint(row.limit) & 0x7f800000u) + 0x00800000u);
