@@ -157,17 +157,23 @@ struct Candidate {
 
 struct Shared {
   union {
-    uint32_t counts[kSampleBins];
-    uint32_t weights[kFew];  // of the candidates
-  };
-  union {
     struct {
-      uint32_t low[kSampleBins];  // of the sums of weights
-      uint32_t high[kSampleBins];
+      union {
+        uint32_t counts[kSampleBins];
+        uint32_t weights[kFew];  // of the candidates
+      };
+      union {
+        struct {
+          uint32_t low[kSampleBins];  // of the sums of weights
+          uint32_t high[kSampleBins];
+        };
+        Candidate few[kFew];
+        float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
+      };
     };
-    Candidate few[kFew];
-    float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
+    uint32_t tallies[kSampleValues];  // tokens of each number
   };
+  uint64_t random;
   uint64_t of_warps[kWarps];
   uint4 found[kSampleBlocks];  // each block's number of candidates, and the sum of their weights
   uint64_t before, amount;     // of the bin that the target is in, and in it

@@ -2,8 +2,6 @@
 #include "kernels/sampling/sample.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/sampling/sample_kernels.h"
@@ -203,22 +201,6 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-// For the measurement: blocks per multiprocessor, warps, KB of the ring, blocks per row or 0.
-struct StreamShape {
-  int resident = 1, warps = 16, ring = 192, blocks = 0;
-};
-const StreamShape& stream_shape() {
-  static const StreamShape shape = [] {
-    StreamShape one;
-    const char* text = std::getenv("TIERCEL_SAMPLE_STREAM");
-    if (text != nullptr) {
-      std::sscanf(text, "%d,%d,%d,%d", &one.resident, &one.warps, &one.ring, &one.blocks);
-    }
-    return one;
-  }();
-  return shape;
-}
-
 // True if rows are greedy or drawn by their temperature alone, and copies can bring them; few bytes
 // are sooner read by more blocks.
 bool streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
@@ -229,37 +211,32 @@ bool streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
   const int64_t bytes = args.rows * args.columns * dtype_bytes(call.logits->dtype);
   return !filters && !penalties && args.allowed == nullptr && args.segments <= kStreamSegments &&
          bytes >= kStreamLeast && reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 &&
-         args.stride % 16 == 0 && stream_shape().resident > 0;
+         args.stride % 16 == 0;
 }
 
 // Chooses how many blocks share a row: those that make clearly the fewest rounds of rows.
-void stream(int64_t element, SampleStreamArgs* args, SamplePlan* plan) {
-  const StreamShape& shape = stream_shape();
-  const auto fit = [&](int64_t blocks) {
+void stream(SampleArgs* args, SamplePlan* plan) {
+  const auto fit = [](int64_t blocks) {
     // Clusters of more than two blocks do not fill all multiprocessors.
-    const int64_t on = blocks > 2 ? kClusteredMultiprocessors : kDefaultMultiprocessors;
-    return on * shape.resident / blocks;
+    return (blocks > 2 ? kClusteredMultiprocessors : kDefaultMultiprocessors) / blocks;
   };
-  int64_t best = shape.blocks, least = 0;
-  for (int64_t blocks = 1; shape.blocks == 0 && blocks <= kSampleBlocks; blocks *= 2) {
-    if (blocks > 1 && ceil_div(args->segments, blocks) < shape.warps) break;
+  int64_t best = 0, least = 0;
+  for (int64_t blocks = 1; blocks <= kSampleBlocks; blocks *= 2) {
+    if (blocks > 1 && ceil_div(args->segments, blocks) < kStreamWarps) break;
     const int64_t cost = ceil_div(args->rows, fit(blocks)) * kSampleBlocks / blocks;
     if (best == 0 || 8 * cost < 7 * least) best = blocks, least = cost;
   }
   args->blocks = static_cast<uint32_t>(best);
   args->segments_per_block = static_cast<int>(ceil_div(args->segments, best));
-  const int64_t slot = kSampleSegment * element * shape.warps;
-  args->slots = static_cast<int>((shape.ring << 10) / slot);
-  const int64_t smem = args->slots * slot + args->segments * kStreamTableBytes;
   *plan = {"", static_cast<int>(best),
-           static_cast<unsigned>(std::min(args->rows, fit(best)) * best),
-           static_cast<unsigned>(32 * (shape.warps + 1)), static_cast<unsigned>(smem)};
+           static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kStreamThreads,
+           static_cast<unsigned>(kStreamRing + args->segments * kStreamTableBytes)};
 }
 
 // How a call is launched.
 struct Launches {
   TopLogprobsArgs args{};  // of the second launch, if there is one
-  SampleStreamArgs draw{};
+  SampleArgs draw{};
   SamplePlan top{"none", 0, 0, 0, 0}, plan{"none", 0, 0, 0, 0};
   const Kernel* kernel = nullptr;
 };
@@ -270,11 +247,11 @@ Status prepare(const SampleCall& call, Launches* made) {
   if (args.rows == 0) return Status();
   const bool penalties = args.counts != nullptr || args.prompt != nullptr;
   TIERCEL_RETURN_IF_ERROR(spread(kOp, call, penalties, &args, &made->top));
-  static_cast<SampleArgs&>(made->draw) = args;
+  made->draw = args;
   made->plan = made->top;
   const DType dtype = call.logits->dtype;
   if (streams(call, args, penalties)) {
-    stream(dtype_bytes(dtype), &made->draw, &made->plan);
+    stream(&made->draw, &made->plan);
     made->kernel = &KernelTable(sample_stream_kernels)
                         .find([&](const SampleStreamKernel& one) { return one.dtype == dtype; })
                         ->kernel;

@@ -35,6 +35,7 @@
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sample_kernels.h"
 #include "kernels/sampling/threshold.cuh"
+#include "kernels/sampling/values.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
@@ -163,6 +164,12 @@ __device__ __forceinline__ void draw(
     __syncwarp();
   };
 
+  if (threadIdx.x == 0) {
+    const bool own_seed = args.seed.of_rows != nullptr;
+    shared.random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
+                           static_cast<uint64_t>(parameter(args.offset, place) + position),
+                           static_cast<uint64_t>(own_seed ? 0 : place));
+  }
   if (args.blocks > 1) cluster_wait();  // the other blocks run
 #pragma unroll 1
   for (int segment = first + warp; segment < last; segment += kWarps) {
@@ -243,10 +250,6 @@ __device__ __forceinline__ void draw(
 
   filters |= largest == kInfinity;  // only these tokens have weight
   if (warp != 0 && (greedy || !filters)) return;
-  const bool own_seed = args.seed.of_rows != nullptr;
-  const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
-                                 static_cast<uint64_t>(parameter(args.offset, place) + position),
-                                 static_cast<uint64_t>(own_seed ? 0 : place));
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
@@ -294,7 +297,7 @@ __device__ __forceinline__ void draw(
         if (rank == 0) {
           Kept* kept = nullptr;
           if constexpr (kVerify) kept = &args.kept[row_place];
-          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, random,
+          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, shared.random,
                           kept);
         }
         return;
@@ -303,15 +306,22 @@ __device__ __forceinline__ void draw(
     if (!by_count) row.limit = limit;
     row.origin = __uint_as_float((__float_as_uint(row.limit) & 0x7f800000u) + 0x00800000u);
     uint2 window = make_uint2(0, (1u << kFixedBits) - 1);
-    // First the one, then the other: the code is there once.
-#pragma unroll 1
-    for (int pass = by_count ? 0 : 1; pass < (by_mass ? 2 : 1); ++pass) {
-      uint64_t amount = pass == 0 ? top_k : 0;
-      if (pass == 1 && whole > 0) {
-        amount = part_of(top_p, whole);
-        window = guess(row, amount, whole);
+    uint64_t amount = top_k;
+    int pass = by_count ? 0 : 1;
+    if (whole > 0) {
+      amount = part_of(top_p, whole);
+      window = guess(row, amount, whole);
+      if constexpr (Held::kPerWord == 2 && !kVerify) {
+        if (select_by_value(row, amount, window, &bound, &mass)) pass = 2;
       }
+    } else if (!by_count) {
+      amount = 0;
+    }
+    // First top-k, then top-p: the code is there once.
+#pragma unroll 1
+    for (; pass < (by_mass ? 2 : 1); ++pass) {
       bound = select(row, bound, pass == 1, amount, top_p, window, &mass);
+      amount = 0;
     }
     float farthest = fminf(row.limit, __uint_as_float(min(bound.bits, 0x7f800000u)));
     if (bound.fixed < (1u << kFixedBits) - 1) {
@@ -333,7 +343,7 @@ __device__ __forceinline__ void draw(
     row.publish(mass);
     row.meet();
     all = row.published();
-    target = __umul64hi(random, all);
+    target = __umul64hi(shared.random, all);
 #pragma unroll 1
     for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
     // Other blocks' targets are beyond their weights, or have wrapped around.
@@ -382,7 +392,7 @@ __device__ __forceinline__ void draw(
       return row.has(s) ? row.masses[s] : uint64_t{0};
     };
     segment = row.find_segment(
-        [&](uint64_t sum) { return filters ? target : __umul64hi(random, sum); }, amount, &remains);
+        [&](uint64_t sum) { return filters ? target : __umul64hi(shared.random, sum); }, amount, &remains);
   }
   if (!row.has(segment)) return;
   const int column = row.find_column(segment, remains, [&](float x) {

@@ -106,10 +106,6 @@ struct SampleKernel {
 };
 
 // Rows without filters, penalties and mask.
-struct SampleStreamArgs : SampleArgs {
-  int slots;  // of each warp
-};
-
 struct SampleStreamKernel {
   DType dtype;
   Kernel kernel;
@@ -125,6 +121,7 @@ inline constexpr int kSampleBlocks = 8;     // at most, per row: the portable li
 // Columns that a warp reads at once and adds up in a fixed order, whatever the number of blocks.
 inline constexpr int kSampleSegment = 1024;
 inline constexpr int kSampleBins = 512;
+inline constexpr int kSampleValues = 3 * kSampleBins;  // of 16-bit logits, at most
 // A block's part of a row, bytes: two or three blocks per multiprocessor, or one for the longest
 // rows.
 inline constexpr int kSamplePart = 80 << 10;
@@ -135,11 +132,11 @@ inline constexpr int kSampleRounds = 14;
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
-// Of an H100 or H200: those that blocks of a multiprocessor each, in clusters of 4 or 8, can use.
+// Multiprocessors of an H100 or H200 that clusters of 4 or 8 large blocks can use.
 inline constexpr int kClusteredMultiprocessors = 120;
 inline constexpr int kStreamWarps = 16;
 inline constexpr int kStreamThreads = 32 * kStreamWarps + 32;  // one more warp
-inline constexpr int kStreamRing = 192 << 10;                  // bytes
+inline constexpr int kStreamRing = 128 << 10;                  // bytes
 inline constexpr int64_t kStreamLeast = 8 << 20;               // bytes of all rows
 inline constexpr int kStreamTableBytes = 32;                   // of a segment
 inline constexpr int kStreamSegments = 512;                    // at most, of a row

@@ -42,28 +42,27 @@ __device__ __forceinline__ void arrive_remote(uint64_t* barrier, uint32_t rank) 
 
 template <typename Format>
 __global__ void __launch_bounds__(kStreamThreads, 1)
-    sample_stream(const __grid_constant__ SampleStreamArgs args) {
+    sample_stream(const __grid_constant__ SampleArgs args) {
   constexpr int kColumns = kPerVector<Format>;  // of a vector
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
   constexpr int kBytes = kSampleSegment * Format::kBytes;  // of a segment
+  constexpr int kSlots = kStreamRing / (kStreamWarps * kBytes);
   using Storage = typename Format::Storage;
   extern __shared__ uint4 memory[];
-  __shared__ uint64_t arrived[kStreamRing / kBytes];
+  __shared__ uint64_t arrived[kStreamWarps * kSlots];
   __shared__ uint64_t complete[2], consumed[2];  // of the tables of two rows
   __shared__ uint64_t brought;
   __shared__ __align__(128) uint4 staged[kBytes / kVectorBytes];
-  const int warps = blockDim.x / 32 - 1, slots = args.slots;
-  auto* pairs =
-      reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + warps * slots * kBytes);
+  auto* pairs = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kStreamRing);
   auto* masses = reinterpret_cast<uint64_t*>(pairs + 2 * args.segments);
   auto* sums = reinterpret_cast<float*>(masses + args.segments);
   const bool alone = args.blocks == 1;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < warps * slots; ++i) mbarrier_init(&arrived[i], 1);
+    for (uint64_t& barrier : arrived) mbarrier_init(&barrier, 1);
     for (int i = 0; i < 2; ++i) {
       // Asynchronous stores count their bytes, but need a launch with clusters.
-      mbarrier_init(&complete[i], alone ? warps : 1);
+      mbarrier_init(&complete[i], alone ? kStreamWarps : 1);
       mbarrier_init(&consumed[i], args.blocks);
     }
     mbarrier_init(&brought, 1);
@@ -111,19 +110,19 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     __syncwarp();
   };
 
-  if (warp < warps) {
-    char* ring = reinterpret_cast<char*>(memory) + warp * slots * kBytes;
-    uint64_t* barriers = &arrived[warp * slots];
+  if (warp < kStreamWarps) {
+    char* ring = reinterpret_cast<char*>(memory) + warp * kSlots * kBytes;
+    uint64_t* barriers = &arrived[warp * kSlots];
     int64_t next_row = first_row;
     int next = first + warp;
     const auto refill = [&](int slot) {
       if (next >= last || next_row >= args.rows) return;
       if (lane == 0) fetch(ring + slot * kBytes, &barriers[slot], next_row, next);
-      next += warps;
+      next += kStreamWarps;
       if (next >= last) next = first + warp, next_row += step;
     };
 #pragma unroll 1
-    for (int slot = 0; slot < slots; ++slot) refill(slot);
+    for (int slot = 0; slot < kSlots; ++slot) refill(slot);
     int slot = 0;
     uint32_t parity = 0, turn = 0;  // of the slots; rows so far
 #pragma unroll 1
@@ -135,7 +134,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       // The table's last row has been read, in all blocks that send to it.
       if (turn >= 2) mbarrier_wait_cluster(&consumed[table], (turn / 2 - 1) % 2);
 #pragma unroll 1
-      for (int segment = first + warp; segment < last; segment += warps) {
+      for (int segment = first + warp; segment < last; segment += kStreamWarps) {
         uint32_t words[kVectors][4];
         float values[kVectors][kColumns];
         mbarrier_wait(&barriers[slot], parity);
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         }
         __syncwarp();
         refill(slot);
-        if (++slot == slots) slot = 0, parity ^= 1;
+        if (++slot == kSlots) slot = 0, parity ^= 1;
         const float most = warp_largest(largest_of<Format>(words));
         const float base = most == -kInfinity ? 0.0f : most;
         float sum = 0.0f, plain = 0.0f;

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from support.emulator import kernels
-from support.near import BF16, F32, FLOATS
+from support.near import BF16, F16, F32, FLOATS
 
 from tiercel.ops.sampling import reference as ref
 from tiercel.ops.sampling.spec import SAMPLE
@@ -74,6 +74,18 @@ def test_top_p_that_ends_among_the_largest():
     logits = problem(40, 3001, BF16, 9)
     for top_p in (0.8, 0.85, 0.9, 0.95):
         check(logits, top_p=top_p, seed=2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("shift", "factor"), [(0, 3), (0, 0.1), (20, 3), (-20, 3), (9, 1)])
+def test_top_p_of_16_bit_numbers(shift, factor, dtype):
+    """The threshold among few and many numbers, above and below zero, which has two signs."""
+    logits = (problem(4, 20_000, F32, 5, factor) + shift).to(dtype)
+    logits[1:3, ::7], logits[1:3, ::5] = 0.0, -0.0
+    logits[2] -= logits[2].max()
+    logits[3, 100:19_000] = -float("inf")
+    for top_p in (0.3, 0.9, 0.99):
+        check(logits, top_p=top_p, seed=3)
 
 
 @pytest.mark.parametrize(
