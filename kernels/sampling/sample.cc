@@ -201,17 +201,17 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-// True if rows are greedy or drawn by their temperature alone, and copies can bring them; few bytes
-// are sooner read by more blocks.
+// True if rows are greedy or drawn by their temperature alone, and copies can bring them. Few bytes
+// are sooner read by more blocks; float16 logits are too rare for a kernel.
 bool streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
   const SampleNumbers& numbers = call.numbers;
   const bool filters = call.top_ks != nullptr || call.top_ps != nullptr || call.min_ps != nullptr ||
                        (numbers.top_k > 0 && numbers.top_k < args.columns) ||
                        numbers.top_p < 1.0f || numbers.min_p > 0.0f;
   const int64_t bytes = args.rows * args.columns * dtype_bytes(call.logits->dtype);
-  return !filters && !penalties && args.allowed == nullptr && args.segments <= kStreamSegments &&
-         bytes >= kStreamLeast && reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 &&
-         args.stride % 16 == 0;
+  return call.logits->dtype != DType::kFloat16 && !filters && !penalties &&
+         args.allowed == nullptr && args.segments <= kStreamSegments && bytes >= kStreamLeast &&
+         reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && args.stride % 16 == 0;
 }
 
 // Chooses how many blocks share a row: those that make clearly the fewest rounds of rows.

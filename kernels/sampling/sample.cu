@@ -297,8 +297,8 @@ __device__ __forceinline__ void draw(
         if (rank == 0) {
           Kept* kept = nullptr;
           if constexpr (kVerify) kept = &args.kept[row_place];
-          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, shared.random,
-                          kept);
+          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole,
+                          shared.random, kept);
         }
         return;
       }
@@ -392,7 +392,8 @@ __device__ __forceinline__ void draw(
       return row.has(s) ? row.masses[s] : uint64_t{0};
     };
     segment = row.find_segment(
-        [&](uint64_t sum) { return filters ? target : __umul64hi(shared.random, sum); }, amount, &remains);
+        [&](uint64_t sum) { return filters ? target : __umul64hi(shared.random, sum); }, amount,
+        &remains);
   }
   if (!row.has(segment)) return;
   const int column = row.find_column(segment, remains, [&](float x) {

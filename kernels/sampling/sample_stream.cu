@@ -58,16 +58,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   auto* sums = reinterpret_cast<float*>(masses + args.segments);
   const bool alone = args.blocks == 1;
 
-  if (threadIdx.x == 0) {
-    for (uint64_t& barrier : arrived) mbarrier_init(&barrier, 1);
-    for (int i = 0; i < 2; ++i) {
-      // Asynchronous stores count their bytes, but need a launch with clusters.
-      mbarrier_init(&complete[i], alone ? kStreamWarps : 1);
-      mbarrier_init(&consumed[i], args.blocks);
-    }
-    mbarrier_init(&brought, 1);
-    mbarrier_init_fence();
+  if (threadIdx.x < kStreamWarps * kSlots) mbarrier_init(&arrived[threadIdx.x], 1);
+  if (threadIdx.x < 2) {
+    // Asynchronous stores count their bytes, but need a launch with clusters.
+    mbarrier_init(&complete[threadIdx.x], alone ? kStreamWarps : 1);
+    mbarrier_init(&consumed[threadIdx.x], args.blocks);
   }
+  if (threadIdx.x == 0) mbarrier_init(&brought, 1);
+  mbarrier_init_fence();
   __syncthreads();
   if (!alone) {
     cluster_arrive();
@@ -101,9 +99,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const auto* from = reinterpret_cast<const Storage*>(of_row(place)) + begin;
 #pragma unroll 1
     for (int i = max(whole - begin, 0) + lane; i < kSampleSegment; i += 32) {
-      static_cast<Storage*>(to)[i] = begin + i < args.columns
-                                         ? from[i]
-                                         : static_cast<Storage>(Format::to_bits(-kInfinity));
+      static_cast<Storage*>(to)[i] =
+          begin + i < args.columns ? from[i] : static_cast<Storage>(Format::to_bits(-kInfinity));
     }
     // The next copy to this place comes later.
     async_proxy_fence();
@@ -210,16 +207,17 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         // Only the infinite ones have weight. All blocks count them.
 #pragma unroll 1
         for (int s = 0; s < args.segments; ++s) {
-          uint64_t count = 0;
+          uint32_t count = 0;
           if (row.segments[s].x == kInfinity) {
 #pragma unroll 1
             for (int i = s * kSampleSegment + lane; i < args.columns; i += 32) {
               if (i >= (s + 1) * kSampleSegment) break;
-              count += load_element<Format>(of_row(place) + i * Format::kBytes) == kInfinity ? 1 : 0;
+              count +=
+                  load_element<Format>(of_row(place) + i * Format::kBytes) == kInfinity ? 1 : 0;
             }
-            count = warp_sum(count);
+            count = __reduce_add_sync(kFullWarp, count);
           }
-          if (lane == 0) masses[s] = count << 31;
+          if (lane == 0) masses[s] = uint64_t{count} << 31;
         }
         __syncwarp();
       }
@@ -274,8 +272,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   {DType::k##type, Kernel("sample_stream<" #type ">", \
                           reinterpret_cast<const void*>(sample_stream<type>), kSampleLargestSmem)}
 
-const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32), TIERCEL_STREAM(BFloat16),
-                                       TIERCEL_STREAM(Float16)};
+const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32), TIERCEL_STREAM(BFloat16)};
 
 }  // namespace
 

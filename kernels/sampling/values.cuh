@@ -102,8 +102,11 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
     if (start < target && target <= next) row.shared.bound = distance(number);
     start = next;
   }
-  row.meet();
-  if (all < target) return false;
+  if (all < target) {
+    row.meet();  // others have read the tallies
+    return false;
+  }
+  __syncthreads();
   const float far = row.shared.bound;
   bound->bits = __float_as_uint(far);
   *keeps = 0;

@@ -58,7 +58,7 @@ def test_few_rows_are_spread():
     assert plan(ExchangeTensor, 1, 32_000)["blocks_per_row"] == 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_without_filters_are_streamed(dtype):
     """One block for each multiprocessor, in clusters that make the fewest rounds of rows."""
     rows = (33, 64, 100, 128, 256, 1000)
@@ -69,7 +69,8 @@ def test_rows_without_filters_are_streamed(dtype):
     assert got[0]["block"] == 544 and got[0]["dynamic_smem"] == (128 << 10) + 126 * 32
     few = plan(ExchangeTensor, 16, 128_256, dtype, PLAIN)
     long = plan(ExchangeTensor, 33, 512 * 1024 + 8, "bfloat16", PLAIN)
-    assert few["kernel"].startswith("sample<") and long["kernel"].startswith("sample<")
+    half = plan(ExchangeTensor, 64, 128_256, "float16", PLAIN)
+    assert all(one["kernel"].startswith("sample<") for one in (few, long, half))
 
 
 @pytest.mark.parametrize(
