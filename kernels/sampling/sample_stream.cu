@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   if (threadIdx.x < 2) {
     // Asynchronous stores count their bytes, but need a launch with clusters.
     mbarrier_init(&complete[threadIdx.x], alone ? kStreamWarps : 1);
-    mbarrier_init(&consumed[threadIdx.x], args.blocks);
+    mbarrier_init(&consumed[threadIdx.x], alone ? 32 : args.blocks);
   }
   if (threadIdx.x == 0) mbarrier_init(&brought, 1);
   mbarrier_init_fence();
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       }
       __syncwarp();
       if (alone) {
-        if (lane == 0) mbarrier_arrive(&consumed[table]);
+        mbarrier_arrive(&consumed[table]);
       } else if (lane < args.blocks) {
         arrive_remote(&consumed[table], lane);
       }

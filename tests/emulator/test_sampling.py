@@ -109,9 +109,10 @@ def test_rows_without_filters_are_streamed(rows, columns, padding, dtype, blocks
     """Blocks stay for several rows; tokens and log-probabilities are those of a few rows alone."""
     inf, nan = float("inf"), float("nan")
     logits = problem(rows, columns + padding, dtype, 3)[:, :columns]
-    logits[0, 17], logits[1], logits[2, 1:] = nan, -inf, -inf
-    logits[3, [4, 2000, columns - 1]] = inf
-    logits[4] = 1.0
+    for some in (logits[:5], logits[-5:]):  # greedy and not
+        some[0, 17], some[1], some[2, 1:] = nan, -inf, -inf
+        some[3, [4, 2000, columns - 1]] = inf
+        some[4] = 1.0
     temperatures = torch.linspace(-0.2, 2.0, rows)
     seeds = torch.arange(rows)
     tokens = torch.empty(rows, dtype=torch.int32)
