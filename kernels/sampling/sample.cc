@@ -222,7 +222,7 @@ void stream(SampleArgs* args, SamplePlan* plan) {
   };
   int64_t best = 0, least = 0;
   for (int64_t blocks = 1; blocks <= kSampleBlocks; blocks *= 2) {
-    if (blocks > 1 && ceil_div(args->segments, blocks) < kStreamWarps) break;
+    if (blocks > 1 && ceil_div(args->segments, blocks) < kStreamLeastSegments) break;
     const int64_t cost = ceil_div(args->rows, fit(blocks)) * kSampleBlocks / blocks;
     if (best == 0 || 8 * cost < 7 * least) best = blocks, least = cost;
   }
