@@ -134,9 +134,9 @@ inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
 // Multiprocessors of an H100 or H200 that clusters of 4 or 8 large blocks can use.
 inline constexpr int kClusteredMultiprocessors = 120;
-inline constexpr int kStreamWarps = 20;
+inline constexpr int kStreamWarps = 16;
 inline constexpr int kStreamThreads = 32 * kStreamWarps + 32;  // one more warp
-inline constexpr int kStreamRing = 160 << 10;                  // bytes
+inline constexpr int kStreamRing = 128 << 10;                  // bytes
 inline constexpr int kStreamLeastSegments = 16;                // of a block that shares a row
 inline constexpr int64_t kStreamLeast = 8 << 20;               // bytes of all rows
 inline constexpr int kStreamTableBytes = 32;                   // of a segment
