@@ -71,15 +71,17 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
   const auto mass = [&](uint32_t number, uint32_t count) {
     return static_cast<uint64_t>(count) * row.weight(distance(number));
   };
+  const uint32_t each = numbers / kSampleThreads + 1;
   uint32_t counts[kEach];
   uint64_t both = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
-    const uint32_t number = thread * kEach + i;
+    const uint32_t number = thread * each + i;
     counts[i] = 0;
     // Behind the window not all have been counted.
-    if (number > numbers || !(distance(number) <= to)) continue;
-#pragma unroll 1
+    if (i >= each || number > numbers || !(distance(number) <= to)) continue;
+    // Several loads at a time.
+#pragma unroll 4
     for (uint32_t rank = 0; rank < row.args.blocks; ++rank) {
       counts[i] += load_remote(&tallies[number], rank);
     }
@@ -97,7 +99,7 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
   uint64_t start = running - both;
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
-    const uint32_t number = thread * kEach + i;
+    const uint32_t number = thread * each + i;
     const uint64_t next = start + (counts[i] == 0 ? 0 : mass(number, counts[i]));
     if (start < target && target <= next) row.shared.bound = distance(number);
     start = next;
@@ -111,7 +113,7 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
   bound->bits = __float_as_uint(far);
   *keeps = 0;
 #pragma unroll 1
-  for (uint32_t number = thread * kEach; number < (thread + 1) * kEach; ++number) {
+  for (uint32_t number = thread * each; number < (thread + 1) * each; ++number) {
     if (number > numbers) break;
     if (distance(number) <= far) *keeps += mass(number, tallies[number]);
   }
