@@ -8,7 +8,7 @@
 //   The token: the first, by index, at which the kept weights sum up to more than u of them all.
 //
 // A row is read once. A cluster of 1 to 8 blocks holds it in shared memory, as logits or, with
-// penalties, as float32:
+// penalties, as float32 (sample_stream.cu has many rows without filters):
 //
 //   1. Each warp loads segments of 1024 logits, applies penalties and mask, stores them to shared
 //      memory, and finds each segment's maximum and, without filters, its sum of weights. All
@@ -18,7 +18,8 @@
 //      compare all with all, which gives both thresholds and the token.
 //   3. Otherwise, with top-k or top-p, the threshold is found by histograms of d, of 512 bins each,
 //      that the cluster adds up: of d in fixed point, then in the bin that the threshold is in, and
-//      so on until that bin has one token or one value. Then each segment's sum of kept weights.
+//      so on until that bin has one token or one value. For top-p alone of 16-bit logits, the
+//      tokens of each number are counted instead. Then each segment's sum of kept weights.
 //   4. One warp finds the segment in which the sum is exceeded, and in it the token.
 //
 // With filters, weights are whole numbers in units of 2^-31, so that their sums do not depend on
