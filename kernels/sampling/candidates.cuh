@@ -9,6 +9,45 @@
 
 namespace tiercel {
 
+// Groups that reached_by() tells apart.
+inline constexpr int kReach = 256;
+
+// A number that at least `least` of the groups' maxima reach, close to the smallest of them: a
+// search by bits from the first in which the maxima differ. Their last `zeros` bits are 0. For one
+// warp.
+template <typename Top>
+__device__ __forceinline__ float reached_by(int groups, int least, int zeros, Top top) {
+  constexpr int kEach = kReach / 32;
+  uint32_t keys[kEach];  // in the order of the numbers; 0 is none
+  uint32_t low = 0xffffffffu, high = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    keys[i] = 0;
+#pragma unroll 1
+    for (int g = i * 32 + threadIdx.x % 32; g < groups; g += kReach) {
+      const int bits = __float_as_int(top(g));
+      keys[i] = max(keys[i], static_cast<uint32_t>(bits ^ (bits >> 31 | INT32_MIN)));
+    }
+    if (keys[i] != 0) low = min(low, keys[i]);
+    high = max(high, keys[i]);
+  }
+  low = __reduce_min_sync(kFullWarp, low);
+  high = __reduce_max_sync(kFullWarp, high);
+  const int first = 31 - __clz(low ^ high);
+  uint32_t found = first < 0 ? low : low & ~((2u << first) - 1);
+#pragma unroll 1
+  for (int bit = first; bit >= zeros; --bit) {
+    const uint32_t tried = found | 1u << bit;
+    int count = 0;
+#pragma unroll
+    for (uint32_t key : keys) count += key >= tried ? 1 : 0;
+    count = __reduce_add_sync(kFullWarp, count);
+    if (count >= least) found = tried;
+    if (count == least) break;
+  }
+  return __uint_as_float(found & 0x80000000u ? found ^ 0x80000000u : ~found);
+}
+
 // Lists each block's tokens up to the limit, if they are few; returns how many of the row there
 // are, and the sum of their weights.
 template <typename Format>

@@ -60,6 +60,30 @@ __device__ __forceinline__ uint32_t max_pairs_or_nan(uint32_t a, uint32_t b) {
   return larger;
 }
 
+// The largest of a lane's logits, or NaN.
+template <typename Format, int kVectors>
+__device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]) {
+  if constexpr (Format::kPerWord == 2) {
+    uint32_t pairs = words[0][0];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (uint32_t word : words[i]) pairs = max_pairs_or_nan<Format>(pairs, word);
+    }
+    float two[2];
+    Format::unpack(pairs, two);
+    return max_or_nan(two[0], two[1]);
+  } else {
+    float most = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (uint32_t word : words[i]) most = max_or_nan(most, __uint_as_float(word));
+    }
+    return most;
+  }
+}
+
 // The warp's largest value: NaN, as max_or_nan makes it, is the largest of the integers too.
 __device__ __forceinline__ float warp_largest(float value) {
   const int bits = __float_as_int(value);
@@ -133,24 +157,30 @@ struct Candidate {
 
 struct Shared {
   union {
-    uint32_t counts[kSampleBins];
-    uint32_t weights[kFew];  // of the candidates
-  };
-  union {
     struct {
-      uint32_t low[kSampleBins];  // of the sums of weights
-      uint32_t high[kSampleBins];
+      union {
+        uint32_t counts[kSampleBins];
+        uint32_t weights[kFew];  // of the candidates
+      };
+      union {
+        struct {
+          uint32_t low[kSampleBins];  // of the sums of weights
+          uint32_t high[kSampleBins];
+        };
+        Candidate few[kFew];
+        float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
+      };
     };
-    Candidate few[kFew];
-    float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
+    uint32_t tallies[kSampleValues];  // tokens of each number
   };
+  uint64_t random;
   uint64_t of_warps[kWarps];
   uint4 found[kSampleBlocks];  // each block's number of candidates, and the sum of their weights
   uint64_t before, amount;     // of the bin that the target is in, and in it
   uint64_t arrived[kSampleRounds];  // barriers of the copies
   uint32_t bin, tokens;
   uint32_t candidates;  // of this block
-  uint32_t bound;       // bits of a distance
+  float bound;          // a distance
 };
 
 template <typename Format>
@@ -184,13 +214,17 @@ struct Row {
   float limit;    // the largest d that counts
   float origin;   // a power of two above it
 
+  // A barrier of the row's blocks. A release in a cluster is a fence of the whole GPU, so one warp
+  // has it for the block, whose writes it knows by the barrier before.
   __device__ __forceinline__ void meet() const {
-    if (args.blocks == 1) {
-      __syncthreads();
-    } else {
+    __syncthreads();
+    if (args.blocks == 1) return;
+    if (threadIdx.x < 32) {
       cluster_arrive();
-      cluster_wait();
+    } else {
+      cluster_arrive_relaxed();
     }
+    cluster_wait();
   }
 
   __device__ __forceinline__ float distance(float x) const {
@@ -273,14 +307,14 @@ struct Row {
   __device__ __forceinline__ void each_of(int segment, float from, float to, Function f) const {
     constexpr int kColumns = kPerVector<Format>, kPerWord = Format::kPerWord;
     static_assert(kSampleSegment == 32 * 32);
-    const int lane = threadIdx.x % 32;
+    const uint32_t lane = threadIdx.x % 32;
     const auto* part = &held[(segment - first) * (kSampleSegment / kColumns)];
     uint32_t hits = hits_of(part, low_of(to), high_of(from));
 #pragma unroll 1
     for (; hits != 0; hits &= hits - 1) {
-      const int hit = __ffs(hits) - 1;
-      const int word = hit % (32 / kPerWord), half = hit / (32 / kPerWord);
-      const int inside = (word / 4 * 32 + lane) * kColumns + word % 4 * kPerWord + half;
+      const uint32_t hit = __ffs(hits) - 1;
+      const uint32_t word = hit % (32 / kPerWord), half = hit / (32 / kPerWord);
+      const uint32_t inside = (word / 4 * 32 + lane) * kColumns + word % 4 * kPerWord + half;
       const float d = distance(
           load_element<Format>(reinterpret_cast<const char*>(part) + inside * Format::kBytes));
       if (d >= from && d <= to) f(d, segment * kSampleSegment + inside);

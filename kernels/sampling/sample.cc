@@ -201,19 +201,68 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-Status prepare(const SampleCall& call, TopLogprobsArgs* args, SamplePlan* plan,
-               const Kernel** kernel) {
-  *plan = {"none", 0, 0, 0, 0};
-  TIERCEL_RETURN_IF_ERROR(lay_out(call, args));
-  if (args->rows == 0) return Status();
-  const bool penalties = args->counts != nullptr || args->prompt != nullptr;
-  TIERCEL_RETURN_IF_ERROR(spread(kOp, call, penalties, args, plan));
-  *kernel = &KernelTable(sample_kernels)
-                 .find([&](const SampleKernel& one) {
-                   return one.dtype == call.logits->dtype && one.penalties == penalties;
-                 })
-                 ->kernel;
-  plan->kernel = (*kernel)->name();
+// True if rows are greedy or drawn by their temperature alone, and copies can bring them. Few bytes
+// are sooner read by more blocks; float16 logits are too rare for a kernel.
+bool streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
+  const SampleNumbers& numbers = call.numbers;
+  const bool filters = call.top_ks != nullptr || call.top_ps != nullptr || call.min_ps != nullptr ||
+                       (numbers.top_k > 0 && numbers.top_k < args.columns) ||
+                       numbers.top_p < 1.0f || numbers.min_p > 0.0f;
+  const int64_t bytes = args.rows * args.columns * dtype_bytes(call.logits->dtype);
+  return call.logits->dtype != DType::kFloat16 && !filters && !penalties &&
+         args.allowed == nullptr && args.segments <= kStreamSegments && bytes >= kStreamLeast &&
+         reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && args.stride % 16 == 0;
+}
+
+// Chooses how many blocks share a row: those that make clearly the fewest rounds of rows.
+void stream(SampleArgs* args, SamplePlan* plan) {
+  const auto fit = [](int64_t blocks) {
+    // Clusters of more than two blocks do not fill all multiprocessors.
+    return (blocks > 2 ? kClusteredMultiprocessors : kDefaultMultiprocessors) / blocks;
+  };
+  int64_t best = 0, least = 0;
+  for (int64_t blocks = 1; blocks <= kSampleBlocks; blocks *= 2) {
+    if (blocks > 1 && ceil_div(args->segments, blocks) < kStreamLeastSegments) break;
+    const int64_t cost = ceil_div(args->rows, fit(blocks)) * kSampleBlocks / blocks;
+    if (best == 0 || 8 * cost < 7 * least) best = blocks, least = cost;
+  }
+  args->blocks = static_cast<uint32_t>(best);
+  args->segments_per_block = static_cast<int>(ceil_div(args->segments, best));
+  *plan = {"", static_cast<int>(best),
+           static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kStreamThreads,
+           static_cast<unsigned>(kStreamRing + args->segments * kStreamTableBytes)};
+}
+
+// How a call is launched.
+struct Launches {
+  TopLogprobsArgs args{};  // of the second launch, if there is one
+  SampleArgs draw{};
+  SamplePlan top{"none", 0, 0, 0, 0}, plan{"none", 0, 0, 0, 0};
+  const Kernel* kernel = nullptr;
+};
+
+Status prepare(const SampleCall& call, Launches* made) {
+  TopLogprobsArgs& args = made->args;
+  TIERCEL_RETURN_IF_ERROR(lay_out(call, &args));
+  if (args.rows == 0) return Status();
+  const bool penalties = args.counts != nullptr || args.prompt != nullptr;
+  TIERCEL_RETURN_IF_ERROR(spread(kOp, call, penalties, &args, &made->top));
+  made->draw = args;
+  made->plan = made->top;
+  const DType dtype = call.logits->dtype;
+  if (streams(call, args, penalties)) {
+    stream(&made->draw, &made->plan);
+    made->kernel = &KernelTable(sample_stream_kernels)
+                        .find([&](const SampleStreamKernel& one) { return one.dtype == dtype; })
+                        ->kernel;
+  } else {
+    made->kernel = &KernelTable(sample_kernels)
+                        .find([&](const SampleKernel& one) {
+                          return one.dtype == dtype && one.penalties == penalties;
+                        })
+                        ->kernel;
+  }
+  made->plan.kernel = made->kernel->name();
   return Status();
 }
 
@@ -230,25 +279,23 @@ LaunchConfig config_of(const SamplePlan& plan) {
 }  // namespace
 
 Status sample_plan(const SampleCall& call, SamplePlan* plan) {
-  TopLogprobsArgs args{};
-  const Kernel* kernel = nullptr;
-  return prepare(call, &args, plan, &kernel);
+  Launches made;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &made));
+  *plan = made.plan;
+  return Status();
 }
 
 Status sample(const SampleCall& call, void* stream) {
-  TopLogprobsArgs args{};
-  SamplePlan plan;
-  const Kernel* kernel = nullptr;
-  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &kernel));
-  if (kernel == nullptr) return Status();
+  Launches made;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &made));
+  if (made.kernel == nullptr) return Status();
   const int device = call.logits->device_index;
-  SampleArgs draw = args;
-  void* arguments[] = {&draw};
-  TIERCEL_RETURN_IF_ERROR(kernel->launch(config_of(plan), device, stream, arguments));
-  if (args.k == 0) return Status();
-  LaunchConfig config = config_of(plan);
-  config.dynamic_smem = static_cast<unsigned>(args.segments * 2 * sizeof(float));
-  void* top[] = {&args};
+  void* draw[] = {&made.draw};
+  TIERCEL_RETURN_IF_ERROR(made.kernel->launch(config_of(made.plan), device, stream, draw));
+  if (made.args.k == 0) return Status();
+  LaunchConfig config = config_of(made.top);
+  config.dynamic_smem = static_cast<unsigned>(made.args.segments * 2 * sizeof(float));
+  void* top[] = {&made.args};
   return KernelTable(top_logprobs_kernels)
       .find([&](const TopLogprobsKernel& one) { return one.dtype == call.logits->dtype; })
       ->kernel.launch(config, device, stream, top);
@@ -256,6 +303,7 @@ Status sample(const SampleCall& call, void* stream) {
 
 Status sample_load(int device) {
   TIERCEL_RETURN_IF_ERROR(KernelTable(sample_kernels).load_all(device));
+  TIERCEL_RETURN_IF_ERROR(KernelTable(sample_stream_kernels).load_all(device));
   return KernelTable(top_logprobs_kernels).load_all(device);
 }
 

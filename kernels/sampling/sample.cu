@@ -8,7 +8,7 @@
 //   The token: the first, by index, at which the kept weights sum up to more than u of them all.
 //
 // A row is read once. A cluster of 1 to 8 blocks holds it in shared memory, as logits or, with
-// penalties, as float32:
+// penalties, as float32 (sample_stream.cu has many rows without filters):
 //
 //   1. Each warp loads segments of 1024 logits, applies penalties and mask, stores them to shared
 //      memory, and finds each segment's maximum and, without filters, its sum of weights. All
@@ -18,7 +18,8 @@
 //      compare all with all, which gives both thresholds and the token.
 //   3. Otherwise, with top-k or top-p, the threshold is found by histograms of d, of 512 bins each,
 //      that the cluster adds up: of d in fixed point, then in the bin that the threshold is in, and
-//      so on until that bin has one token or one value. Then each segment's sum of kept weights.
+//      so on until that bin has one token or one value. For top-p alone of 16-bit logits, the
+//      tokens of each number are counted instead. Then each segment's sum of kept weights.
 //   4. One warp finds the segment in which the sum is exceeded, and in it the token.
 //
 // With filters, weights are whole numbers in units of 2^-31, so that their sums do not depend on
@@ -35,6 +36,7 @@
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sample_kernels.h"
 #include "kernels/sampling/threshold.cuh"
+#include "kernels/sampling/values.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
@@ -163,6 +165,12 @@ __device__ __forceinline__ void draw(
     __syncwarp();
   };
 
+  if (threadIdx.x == 0) {
+    const bool own_seed = args.seed.of_rows != nullptr;
+    shared.random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
+                           static_cast<uint64_t>(parameter(args.offset, place) + position),
+                           static_cast<uint64_t>(own_seed ? 0 : place));
+  }
   if (args.blocks > 1) cluster_wait();  // the other blocks run
 #pragma unroll 1
   for (int segment = first + warp; segment < last; segment += kWarps) {
@@ -243,10 +251,6 @@ __device__ __forceinline__ void draw(
 
   filters |= largest == kInfinity;  // only these tokens have weight
   if (warp != 0 && (greedy || !filters)) return;
-  const bool own_seed = args.seed.of_rows != nullptr;
-  const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
-                                 static_cast<uint64_t>(parameter(args.offset, place) + position),
-                                 static_cast<uint64_t>(own_seed ? 0 : place));
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
@@ -256,66 +260,69 @@ __device__ __forceinline__ void draw(
   if (filters && !greedy) {
     if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
+    bool few = true;  // candidates may be enough for top-p
     if (of_all && largest < kInfinity) {
+      float heads = 0.0f;  // the segments' largest weights
 #pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) whole += row.segment_weight(s, kUnit);
+      for (int s = lane; s < args.segments; s += 32) {
+        whole += row.segment_weight(s, kUnit);
+        heads += exp2_approx((row.segments[s].x - largest) * row.scale);
+      }
       whole = warp_sum(whole);
+      heads = lanes_reduce<32>(heads, Sum());
+      few = heads * kUnit * max(kFew / args.segments, 2) >= top_p * static_cast<float>(whole);
       // All smaller ones together are less than what top-p leaves out.
       const float least = (1.0f - fmaxf(top_p, 0.0f)) / (2.0f * args.columns);
       row.limit = fminf(row.limit, -log2f(least) / row.scale);
     }
     // k groups have a token at least as large as the k-th largest maximum of the groups.
     const int groups = grouped ? kGroups * args.segments : args.segments;
-    const int least = by_count ? top_k : whole > 0 ? min(groups * 3 / 4, 100) : 0;
+    const int least = by_count ? top_k : whole > 0 && few ? min(groups * 3 / 4, 100) : 0;
     const float limit = row.limit;
-    if (0 < least && least <= groups) {
-      const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
-      // Groups with fewer than that many larger ones: the farthest of them is the bound. Two
-      // threads count for a group where there are enough threads.
-      const int share = groups <= kSampleThreads / 2 ? 2 : 1;
-      if (threadIdx.x == 0) shared.bound = 0;
-      __syncthreads();
-      for (int begin = 0; begin < groups; begin += kSampleThreads / share) {
-        const int g = begin + threadIdx.x / share;
-        const float own = top(min(g, groups - 1));
-        int above = 0;
-#pragma unroll 8
-        for (int other = threadIdx.x % share; other < groups; other += share) {
-          above += top(other) > own ? 1 : 0;
-        }
-        if (share == 2) above += __shfl_xor_sync(kFullWarp, above, 1);
-        const uint32_t far = above < least ? __float_as_uint(row.distance(own)) : 0;
-        const uint32_t farthest = __reduce_max_sync(kFullWarp, far);
-        if (lane == 0) atomicMax(&shared.bound, farthest);
+    if (0 < least && least <= min(groups, kReach)) {
+      if (warp == 0) {
+        const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
+        constexpr int kZeros = Held::kPerWord == 2 ? 13 : 0;  // of the logits' format in float32
+        const float reached = reached_by(groups, least, kZeros, top);
+        if (lane == 0) shared.bound = row.distance(reached);
       }
       __syncthreads();
-      row.limit = fminf(row.limit, __uint_as_float(shared.bound));
+      row.limit = fminf(row.limit, shared.bound);
     }
-    uint64_t mass;
-    const uint32_t count = gather(row, &mass);
-    const bool enough = whole == 0 || row.limit == limit || mass >= part_of(top_p, whole);
-    if (count <= kFew && enough) {
-      send(row, rank);
-      if (rank == 0) {
-        Kept* kept = nullptr;
-        if constexpr (kVerify) kept = &args.kept[row_place];
-        choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, random,
-                        kept);
+    uint64_t mass = 0;
+    if (few) {
+      const uint32_t count = gather(row, &mass);
+      const bool enough = whole == 0 || row.limit == limit || mass >= part_of(top_p, whole);
+      if (count <= kFew && enough) {
+        send(row, rank);
+        if (rank == 0) {
+          Kept* kept = nullptr;
+          if constexpr (kVerify) kept = &args.kept[row_place];
+          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole,
+                          shared.random, kept);
+        }
+        return;
       }
-      return;
     }
     if (!by_count) row.limit = limit;
     row.origin = __uint_as_float((__float_as_uint(row.limit) & 0x7f800000u) + 0x00800000u);
     uint2 window = make_uint2(0, (1u << kFixedBits) - 1);
-    // First the one, then the other: the code is there once.
-#pragma unroll 1
-    for (int pass = by_count ? 0 : 1; pass < (by_mass ? 2 : 1); ++pass) {
-      uint64_t amount = pass == 0 ? top_k : 0;
-      if (pass == 1 && whole > 0) {
-        amount = part_of(top_p, whole);
-        window = guess(row, amount, whole);
+    uint64_t amount = top_k;
+    int pass = by_count ? 0 : 1;
+    if (whole > 0) {
+      amount = part_of(top_p, whole);
+      window = guess(row, amount, whole);
+      if constexpr (Held::kPerWord == 2 && !kVerify) {
+        if (select_by_value(row, amount, window, &bound, &mass)) pass = 2;
       }
+    } else if (!by_count) {
+      amount = 0;
+    }
+    // First top-k, then top-p: the code is there once.
+#pragma unroll 1
+    for (; pass < (by_mass ? 2 : 1); ++pass) {
       bound = select(row, bound, pass == 1, amount, top_p, window, &mass);
+      amount = 0;
     }
     float farthest = fminf(row.limit, __uint_as_float(min(bound.bits, 0x7f800000u)));
     if (bound.fixed < (1u << kFixedBits) - 1) {
@@ -337,7 +344,7 @@ __device__ __forceinline__ void draw(
     row.publish(mass);
     row.meet();
     all = row.published();
-    target = __umul64hi(random, all);
+    target = __umul64hi(shared.random, all);
 #pragma unroll 1
     for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
     // Other blocks' targets are beyond their weights, or have wrapped around.
@@ -386,7 +393,8 @@ __device__ __forceinline__ void draw(
       return row.has(s) ? row.masses[s] : uint64_t{0};
     };
     segment = row.find_segment(
-        [&](uint64_t sum) { return filters ? target : __umul64hi(random, sum); }, amount, &remains);
+        [&](uint64_t sum) { return filters ? target : __umul64hi(shared.random, sum); }, amount,
+        &remains);
   }
   if (!row.has(segment)) return;
   const int column = row.find_column(segment, remains, [&](float x) {

@@ -105,6 +105,12 @@ struct SampleKernel {
   Kernel kernel;
 };
 
+// Rows without filters, penalties and mask.
+struct SampleStreamKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
 struct TopLogprobsKernel {
   DType dtype;
   Kernel kernel;
@@ -115,6 +121,7 @@ inline constexpr int kSampleBlocks = 8;     // at most, per row: the portable li
 // Columns that a warp reads at once and adds up in a fixed order, whatever the number of blocks.
 inline constexpr int kSampleSegment = 1024;
 inline constexpr int kSampleBins = 512;
+inline constexpr int kSampleValues = 3 * kSampleBins;  // of 16-bit logits, at most
 // A block's part of a row, bytes: two or three blocks per multiprocessor, or one for the longest
 // rows.
 inline constexpr int kSamplePart = 80 << 10;
@@ -125,6 +132,16 @@ inline constexpr int kSampleRounds = 14;
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
+// Multiprocessors of an H100 or H200 that clusters of 4 or 8 large blocks can use.
+inline constexpr int kClusteredMultiprocessors = 120;
+inline constexpr int kStreamWarps = 16;
+inline constexpr int kStreamThreads = 32 * kStreamWarps + 32;  // one more warp
+inline constexpr int kStreamRing = 128 << 10;                  // bytes
+inline constexpr int kStreamLeastSegments = 16;                // of a block that shares a row
+inline constexpr int64_t kStreamLeast = 8 << 20;               // bytes of all rows
+inline constexpr int kStreamTableBytes = 32;                   // of a segment
+inline constexpr int kStreamSegments = 512;                    // at most, of a row
+
 inline constexpr int kTopLogprobs = 32;  // at most, of a row
 // Dynamic, at most: a pair of floats for each segment of the longest row.
 inline constexpr int kTopLogprobsSmem = 8 << 10;
@@ -134,6 +151,7 @@ inline constexpr int kVerifySegments = 1024;  // at most, of a row
 inline constexpr int kTreeNodes = 64;         // at most
 
 const SampleKernel* sample_kernels(int* count);
+const SampleStreamKernel* sample_stream_kernels(int* count);
 const VerifyKernel* verify_kernels(int* count);
 const VerifyTreeKernel* verify_tree_kernels(int* count);
 const TopLogprobsKernel* top_logprobs_kernels(int* count);

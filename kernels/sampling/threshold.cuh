@@ -152,18 +152,25 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
         to = fminf(to, row.of_fixed(end_point) + 2.0f * row.step());
       }
     }
+    // Closer tokens are below, without a look at their fixed point.
+    const float sure = below > 0 ? row.of_fixed(below) - 2.0f * row.step() : 0.0f;
     const auto add = [&](float d, int) {
+      const uint32_t mass = row.weight(d);
+      if (d < sure) {
+        own += mass;
+        return;
+      }
       const uint32_t point = row.fixed(d), bits = __float_as_uint(d);
       if (point > bound.fixed || bits > bound.bits || (in_bits && point != same)) return;
       if (point < below) {
-        own += row.weight(d);
+        own += mass;
         return;
       }
       const uint32_t place = (in_bits ? bits : point) - lowest;
       if (place > extent) return;
       const uint32_t bin = place >> shift;
       atomicAdd(&row.shared.counts[bin], 1);
-      add_to_bin(row, bin, row.weight(d));
+      add_to_bin(row, bin, mass);
     };
     row.each_segment(to, [&](int segment) { row.each_of(segment, from, to, add); });
     if (below > 0) row.publish(own);

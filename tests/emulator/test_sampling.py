@@ -4,7 +4,7 @@
 import pytest
 import torch
 from support.emulator import kernels
-from support.near import BF16, F32, FLOATS
+from support.near import BF16, F16, F32, FLOATS
 
 from tiercel.ops.sampling import reference as ref
 from tiercel.ops.sampling.spec import SAMPLE
@@ -76,6 +76,18 @@ def test_top_p_that_ends_among_the_largest():
         check(logits, top_p=top_p, seed=2)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("shift", "factor"), [(0, 3), (0, 0.1), (20, 3), (-20, 3), (9, 1)])
+def test_top_p_of_16_bit_numbers(shift, factor, dtype):
+    """The threshold among few and many numbers, above and below zero, which has two signs."""
+    logits = (problem(4, 20_000, F32, 5, factor) + shift).to(dtype)
+    logits[1:3, ::7], logits[1:3, ::5] = 0.0, -0.0
+    logits[2] -= logits[2].max()
+    logits[3, 100:19_000] = -float("inf")
+    for top_p in (0.3, 0.9, 0.99):
+        check(logits, top_p=top_p, seed=3)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "dtype", "blocks"),
     [(1, 32_000, F32, 4), (1, 128_256, BF16, 8), (2, 262_144, BF16, 8), (1, 151_936, F32, 8)],
@@ -87,6 +99,33 @@ def test_clusters(rows, columns, dtype, blocks):
     assert plan["blocks_per_row"] == blocks
     for given in FILTERS:
         check(logits, seed=5, offset=2**40 + 7, **given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "padding", "dtype", "blocks"),
+    [(400, 11_003, 5, BF16, 1), (40, 128_256, 0, BF16, 8), (300, 8_000, 0, F32, 1)],
+)
+def test_rows_without_filters_are_streamed(rows, columns, padding, dtype, blocks):
+    """Blocks stay for several rows; tokens and log-probabilities are those of a few rows alone."""
+    inf, nan = float("inf"), float("nan")
+    logits = problem(rows, columns + padding, dtype, 3)[:, :columns]
+    for some in (logits[:5], logits[-5:]):  # greedy and not
+        some[0, 17], some[1], some[2, 1:] = nan, -inf, -inf
+        some[3, [4, 2000, columns - 1]] = inf
+        some[4] = 1.0
+    temperatures = torch.linspace(-0.2, 2.0, rows)
+    seeds = torch.arange(rows)
+    tokens = torch.empty(rows, dtype=torch.int32)
+    plan = kernels.sample_plan(*arguments(logits, tokens, None, {}))
+    assert plan["kernel"].startswith("sample_stream") and plan["blocks_per_row"] == blocks
+    check(logits, temperatures=temperatures, seeds=seeds)
+    tokens, logprobs = run(logits, temperatures=temperatures, seeds=seeds)
+    for begin in range(0, rows, 10):
+        part = slice(begin, begin + 10)
+        given = {"temperatures": temperatures[part], "seeds": seeds[part]}
+        few, few_logprobs = run(logits[part], **given)
+        assert torch.equal(tokens[part], few)
+        assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
 
 
 def test_flat_logits():

@@ -70,6 +70,50 @@ def test_vocabularies(rows, columns, dtype):
         check(logits, strays=rows // 100, seed=seed, **given)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "padding", "dtype"),
+    [
+        pytest.param(300, 14_003, 5, torch.bfloat16, marks=pytest.mark.sanitize),
+        pytest.param(33, 128_256, 0, torch.bfloat16, marks=pytest.mark.sanitize),
+        (1000, 50_257, 7, torch.bfloat16),
+        (150, 128_256, 0, torch.float32),
+    ],
+)
+def test_rows_without_filters_are_streamed(rows, columns, padding, dtype):
+    """Blocks stay for several rows; tokens and log-probabilities are those of a few rows alone."""
+    inf, nan = float("inf"), float("nan")
+    logits = problem(rows, columns + padding, dtype, 3)[:, :columns]
+    for some in (logits[:5], logits[-5:]):  # greedy and not
+        some[0, 17], some[1], some[2, 1:] = nan, -inf, -inf
+        some[3, [4, 2000, columns - 1]] = inf
+        some[4] = 1.0
+    temperature = torch.linspace(-0.2, 2.0, rows, device="cuda")
+    seeds = torch.arange(rows, device="cuda")
+    for _ in range(3):
+        tokens, logprobs = tiercel.sample(
+            logits, temperature=temperature, seed=seeds, return_logprobs=True
+        )
+        for begin in range(0, rows, 10):
+            part = slice(begin, begin + 10)
+            few, few_logprobs = tiercel.sample(
+                logits[part], temperature=temperature[part], seed=seeds[part], return_logprobs=True
+            )
+            assert torch.equal(tokens[part], few)
+            assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shift", "factor"), [(0, 3.0), (0, 0.1), (20, 3.0), (-20, 3.0), (9, 1.0)])
+def test_top_p_of_16_bit_numbers(shift, factor, dtype):
+    """The threshold among few and many numbers, above and below zero, which has two signs."""
+    logits = (problem(40, 128_256, torch.float32, 5, factor) + shift).to(dtype)
+    logits[1:3, ::7], logits[1:3, ::5] = 0.0, -0.0
+    logits[2] -= logits[2].max()
+    logits[3, 100:128_000] = -float("inf")
+    for top_p in (0.3, 0.9, 0.99):
+        check(logits, strays=1, top_p=top_p, seed=3)
+
+
 @pytest.mark.parametrize("columns", [3001, 32_000, 128_256])
 @pytest.mark.parametrize("factor", [3.0, 5.0])
 def test_top_p_that_ends_among_the_largest(factor, columns):

@@ -10,7 +10,8 @@ DTYPES = ["float32", "bfloat16", "float16"]
 OF_ROWS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "offsets")
 PENALTIES = ("repetition_penalties", "presence_penalties", "frequency_penalties")
 TABLES = ("counts", "prompt", "allowed")
-NUMBERS = (1.0, 0, 1.0, 0.0, 0, 0, 1.0, 0.0, 0.0)
+NUMBERS = (1.0, 0, 1.0, 0.1, 0, 0, 1.0, 0.0, 0.0)
+PLAIN = (1.0, 0, 1.0, 0.0, 0, 0, 1.0, 0.0, 0.0)
 WHOLE = {"top_ks": "int32", "seeds": "int64", "offsets": "int64"}
 
 
@@ -19,12 +20,12 @@ def make(request):
     return request.param
 
 
-def plan(make, rows, columns, dtype="bfloat16", **given):
+def plan(make, rows, columns, dtype="bfloat16", numbers=NUMBERS, **given):
     tensors = {"logits": make(rows, columns, dtype=dtype)}
     tensors |= dict.fromkeys((*OF_ROWS, *PENALTIES, *TABLES))
     tensors |= {"tokens": make(rows, dtype="int32"), "logprobs": None}
     tensors |= {"top_tokens": None, "top_logprobs": None}
-    return _C.sample_plan(*(tensors | given).values(), *NUMBERS)
+    return _C.sample_plan(*(tensors | given).values(), *numbers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,6 +56,37 @@ def test_few_rows_are_spread():
     assert got == [8, 8, 4, 4, 2, 2, 2]
     assert plan(ExchangeTensor, 1, 1000)["blocks_per_row"] == 1
     assert plan(ExchangeTensor, 1, 32_000)["blocks_per_row"] == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_without_filters_are_streamed(dtype):
+    """One block for each multiprocessor, in clusters that make the fewest rounds of rows."""
+    rows = (33, 64, 100, 128, 256, 1000)
+    got = [plan(ExchangeTensor, n, 128_256, dtype, PLAIN) for n in rows]
+    assert all(one["kernel"].startswith("sample_stream") for one in got)
+    assert [one["blocks_per_row"] for one in got] == [8, 2, 1, 1, 1, 1]
+    assert [one["grid"] for one in got] == [120, 128, 100, 128, 132, 132]
+    assert got[0]["block"] == 544 and got[0]["dynamic_smem"] == (128 << 10) + 126 * 32
+    few = plan(ExchangeTensor, 16, 128_256, dtype, PLAIN)
+    long = plan(ExchangeTensor, 33, 512 * 1024 + 8, "bfloat16", PLAIN)
+    half = plan(ExchangeTensor, 64, 128_256, "float16", PLAIN)
+    assert all(one["kernel"].startswith("sample<") for one in (few, long, half))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given"),
+    [
+        ((1.0, 50, 1.0, 0.0), {}),
+        ((1.0, 0, 0.9, 0.0), {}),
+        ((1.0, 0, 1.0, 0.1), {}),
+        (PLAIN[:4], {"top_ks": ExchangeTensor(64, dtype="int32")}),
+        (PLAIN[:4], {"allowed": ExchangeTensor(64, 4008, dtype="int32")}),
+        (PLAIN[:4], {"counts": ExchangeTensor(64, 128_256, dtype="int32")}),
+    ],
+)
+def test_what_is_not_streamed(numbers, given):
+    got = plan(ExchangeTensor, 64, 128_256, "bfloat16", numbers + PLAIN[4:], **given)
+    assert got["kernel"].startswith("sample<")
 
 
 def test_no_rows():
