@@ -53,6 +53,16 @@ def test_a_page(record):
     assert text == page.render("NVIDIA H200", records[::-1])
 
 
+def test_what_the_newest_run_lacked_is_marked(record):
+    newer = {"run": "b", "date": "2026-02-01T00:00:00Z"}
+    records = [record(), record("tiercel", 1.0), record("tiercel", 0.5, rel_err=0.25, **newer)]
+    text = page.render("NVIDIA H200", records)
+    assert "| transformers ‡ | 2 | 1.00 |" in text and "| tiercel | 0.5 | 4.00 |" in text
+    assert "2.5e-01" not in text  # the error is to what that run did not have
+    (shown,) = page.latest(records).values()
+    assert ">transformers ‡<" in plot.draw([("M", shown)])
+
+
 def test_without_the_model_as_it_is_there_is_no_ratio(record):
     assert page.rows([record("tiercel")])[0][:3] == ("tiercel", "2", "-")
     every = page.rows([record(way) for way in reversed(WAYS)])

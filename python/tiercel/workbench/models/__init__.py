@@ -5,7 +5,16 @@
 process, one after the other.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 PHASES = ("prefill", "decode", "train")
 
-# In the order in which they run: liger changes transformers itself, which nothing undoes.
+# In the order in which they are shown.
 WAYS = ("transformers", "transformers.compiled", "tiercel", "tiercel.compiled", "engine", "liger")
+
+
+def label(record: dict[str, Any]) -> str:
+    """The name of a record's way, marked if the newest run of its case lacked it."""
+    return f"{record['way']} ‡" if record.get("older") else str(record["way"])

@@ -11,7 +11,7 @@ from typing import Any
 from tiercel._terminal import plain
 from tiercel.workbench.bench import BenchError
 from tiercel.workbench.bench.table import markdown
-from tiercel.workbench.models import PHASES, WAYS, plot
+from tiercel.workbench.models import PHASES, WAYS, label, plot
 
 Record = dict[str, Any]
 
@@ -46,6 +46,8 @@ random, in bfloat16.
 - **engine** is `examples/engine`, on the host's clock: a prompt until its first token is read, and
   the time between two tokens of all sequences, cache and sampling included.
 - **error**: the distance of the logits, or of the loss, from the uncompiled model's.
+- **‡**: the newest run of the case lacked this way; its figures are those of the newest run that
+  has it.
 """
 
 
@@ -82,7 +84,7 @@ def problem(record: Any) -> str | None:
         return None if isinstance(record.get("reason"), str) else "`reason` is no text"
     for name in (*_NUMBERS, "rel_err", "floor_ms"):
         value: Any = record.get(name)
-        perhaps = ("peak_mib", "launches", "floor_ms")
+        perhaps = ("peak_mib", "launches", "floor_ms", "rel_err")
         optional = value is None and (name in perhaps or record["way"] == "engine")
         if not optional and not (type(value) in (int, float) and 0 <= value < 1e15):
             return f"`{name}` is no number"
@@ -97,7 +99,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _row(record: Record, base: float | None) -> tuple[str, ...]:
-    way = record["way"]
+    way = label(record)
     if record["status"] != "ok":
         return (way, "failed", *["-"] * (len(HEAD) - 2))
     ms = record["ms_median"]
@@ -120,13 +122,25 @@ def _row(record: Record, base: float | None) -> tuple[str, ...]:
 
 
 def latest(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
-    """The newest run of each case, by (model, layers, phase, case)."""
-    cases: dict[tuple[Any, ...], dict[tuple[str, str], list[Record]]] = {}
+    """The newest record of each way, by (model, layers, phase, case); `older` is set in those that
+    the newest run of the case lacked. A run without the uncompiled model knows no error."""
+    cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+    records = sorted(records, key=_age)
+    known = {(r["run"], r["case"]) for r in records if r["way"] == "transformers"}
     for record in records:
+        if (record["run"], record["case"]) not in known:
+            record = record | {"rel_err": None}
         key = tuple(record[name] for name in ("model", "layers", "phase", "case"))
-        runs = cases.setdefault(key, {})
-        runs.setdefault((record["date"], record["run"]), []).append(record)
-    return {key: runs[max(runs)] for key, runs in cases.items()}
+        cases.setdefault(key, {})[record["way"]] = record
+    found = {}
+    for key, by_way in cases.items():
+        newest = max(map(_age, by_way.values()))
+        found[key] = [r | {"older": _age(r) < newest} for r in by_way.values()]
+    return found
+
+
+def _age(record: Record) -> tuple[str, str]:
+    return record["date"], record["run"]
 
 
 def render(gpu: str, records: Sequence[Record]) -> str:

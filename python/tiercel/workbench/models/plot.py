@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from tiercel.workbench.models import WAYS
+from tiercel.workbench.models import WAYS, label
 
 _COLOURS = dict(
     zip(WAYS, ("#9aa0a6", "#5f6368", "#8ab4f8", "#1a73e8", "#0b8043", "#f29900"), strict=True)
@@ -20,24 +20,26 @@ def draw(cases: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> str:
     way fills the width; a case of one way alone is not drawn."""
     parts: list[str] = []
     top = 8.0
-    shown: list[tuple[str, list[tuple[str, float]]]] = []
+    shown: list[tuple[str, list[tuple[dict[str, Any], float]]]] = []
     for title, records in cases:
-        good = {r["way"]: r["ms_median"] for r in records if r["status"] == "ok"}
+        good = {r["way"]: r for r in records if r["status"] == "ok"}
         if (base := good.get("transformers")) is not None and len(good) > 1:
-            shown.append((title, [(way, base / good[way]) for way in WAYS if way in good]))
+            bars = [good[way] for way in WAYS if way in good]
+            shown.append((title, [(r, base["ms_median"] / r["ms_median"]) for r in bars]))
     y = top
     for title, bars in shown:
         most = max(speed for _, speed in bars)
         y += _BAR
         parts.append(f'<text x="4" y="{y:.0f}" font-weight="bold">{escape(title)}</text>')
         y += 6
-        for way, speed in bars:
+        for record, speed in bars:
             width = _WIDTH * speed / most
             middle = y + _BAR - 4
+            name = escape(label(record))
             parts.append(
-                f'<text x="{_LEFT - 8}" y="{middle:.0f}" text-anchor="end">{escape(way)}</text>'
+                f'<text x="{_LEFT - 8}" y="{middle:.0f}" text-anchor="end">{name}</text>'
                 f'<rect x="{_LEFT}" y="{y:.0f}" width="{width:.1f}" height="{_BAR - 3}" '
-                f'fill="{_COLOURS[way]}"/>'
+                f'fill="{_COLOURS[record["way"]]}"/>'
                 f'<text x="{_LEFT + width + 6:.1f}" y="{middle:.0f}">{speed:.2f}</text>'
             )
             y += _BAR
