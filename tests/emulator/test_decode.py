@@ -120,7 +120,9 @@ def test_heads_and_queries(heads, queries, cache):
     run(inputs, 2, causal=False)
 
 
-@pytest.mark.parametrize(("heads", "queries"), [((8, 2), 8), ((8, 2), 5), ((11, 1), 2), ((4, 1), 17)])
+@pytest.mark.parametrize(
+    ("heads", "queries"), [((8, 2), 8), ((8, 2), 5), ((11, 1), 2), ((4, 1), 17)]
+)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_tiles_of_32_rows(heads, queries, dtype):
     """Whole and partly filled ones; 68 rows have three."""
