@@ -16,7 +16,8 @@
 // queries: 512 bytes of 16 bits per instruction. float8 is converted in registers, 2 values per
 // instruction.
 //
-// A tile is 8, 16 or 32 query rows of one key head. choose.cc chooses between two ways to share tiles:
+// A tile is 8, 16 or 32 query rows of one key head. choose.cc chooses between two ways to share
+// tiles:
 // - a cluster of 1 to 8 blocks has one tile: their warps take its steps in turn, and the blocks add
 //   their sums through distributed shared memory. One launch, no workspace; the first page table
 //   entries are read beside the lengths. For short sequences.
