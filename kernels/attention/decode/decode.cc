@@ -179,9 +179,7 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
   return Status();
 }
 
-// The most rows of a tile, and expected parts of it, that its last block combines as fast as
-// decode_combine would.
-constexpr int kMostRows = 8;
+// The most expected parts of a tile that its last block combines as fast as decode_combine would.
 constexpr int64_t kMostParts = 40;
 
 // Blocks that share a tile in the batch-invariant mode.
@@ -333,7 +331,7 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
   choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
   const int64_t tiles = set_tiles(*choice->kernel);
   if (choice->split.cluster > 0) return Status();
-  if (choice->rows() > kMostRows || choice->split.grid > kMostParts * tiles) {
+  if (choice->rows() > kDecodeMostRows || choice->split.grid > kMostParts * tiles) {
     choice->combined = std::min(tiles, choice->split.grid - args->columns);
     args->by_tile = choice->combined == tiles;
     choice->tiles = 4 * choice->split.grid;

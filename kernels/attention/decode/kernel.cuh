@@ -513,7 +513,9 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
       const int64_t slot = cursor.slot;
       finish<Shape>(args, cursor.tile, slot, 1, &shared);
       __syncthreads();  // the shared memory was read
-      if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
+      if constexpr (Shape::kRows <= kDecodeMostRows) {
+        if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
+      }
       if (threadIdx.x == 0) leave_tile(args, &cursor);
       __syncthreads();
     } else {

@@ -15,6 +15,9 @@ namespace tiercel {
 inline constexpr int kDecodeMaxCluster = 8;
 inline constexpr int kCombineThreads = 128;
 
+// The most rows of a spread tile that its last block may combine; of more, decode_combine does.
+inline constexpr int kDecodeMostRows = 8;
+
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
   const int keys = 4096 / (d * cache_bytes);
