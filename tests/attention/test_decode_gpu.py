@@ -127,6 +127,17 @@ def test_heads_and_queries(make, heads, queries, cache):
     check(inputs, causal=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(5, (32, 8)), (8, (8, 2)), (17, (8, 2)), (1, (64, 2))]
+)
+def test_tiles_of_32_rows(make, queries, heads, dtype):
+    inputs = make([3, 5000, 0, 777], queries, *heads, dtype=dtype)
+    check(inputs)
+    check(inputs, window=(300, 0), softcap=5.0)
+    check_split(inputs, -1, left=40, right=1)
+
+
 @pytest.mark.parametrize("window", [(0, 0), (5, 0), (16, 2), (100, None), (None, 1), (300, 0)])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("prefix", [None, (0, 1, 5, 20, 400, 7, 1000, 2, 3, 100)])

@@ -89,6 +89,22 @@ def test_several_queries_share_a_tile():
         assert got["grid"] == 4 * 8 * tiles
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_of_32_rows(dtype):
+    """Only where tiles are spread, for which the sequences have to be long."""
+    for batch, queries in ((1, 5), (1, 8), (4, 16), (32, 8)):
+        got = plan(shape=(batch, queries, 32, 128), columns=512, dtype=dtype, cache=dtype)
+        assert (got["rows"], got["cluster"], got["block"], got["grid"]) == (32, 0, 256, 128)
+        assert got["combine"] != "none"
+        short = plan(shape=(batch, queries, 32, 128), columns=4, dtype=dtype, cache=dtype)
+        assert short["rows"] == 16 and short["cluster"] > 0
+        for options in ({"d": 128, "cache": "float8_e4m3fn"}, {"d": 64, "cache": dtype}):
+            shape = (batch, queries, 32, options.pop("d"))
+            assert plan(shape=shape, columns=512, dtype=dtype, **options)["rows"] == 16
+    fewer = plan(shape=(32, 4, 32, 128), columns=512, dtype=dtype, cache=dtype)
+    assert (fewer["rows"], fewer["cluster"]) == (16, 0)
+
+
 def split_of(batch, keys, *, heads=(32, 8), d=128, **options):
     got = plan(shape=(batch, 1, heads[0], d), kv_heads=heads[1], columns=keys // 16, **options)
     assert got["cluster"] in (0, 1, 2, 4, 8)

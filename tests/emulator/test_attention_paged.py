@@ -97,6 +97,19 @@ def test_few_new_tokens(d, options):
     check(given, **options)
 
 
+DRAFTS = [(8, 77), (0, 40), (5, 5), (8, 300), (7, 3), (1, 0), (8, 2500)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_drafts(dtype, options):
+    """Tiles of 32 rows, whole and shared."""
+    given = make(DRAFTS, (8, 2), d=128, dtype=dtype, around=(3, 5))
+    assert "tiles=4" in kernels.paged_attention_plan(*arguments(given))["kernel"]
+    check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5]), **options)
+    check(given, **options)
+
+
 def test_few_new_tokens_of_many_keys():
     """Shared by blocks: by a cluster, or spread, with a second kernel or without."""
     sinks = torch.ones(8)

@@ -120,6 +120,19 @@ def test_heads_and_queries(heads, queries, cache):
     run(inputs, 2, causal=False)
 
 
+@pytest.mark.parametrize(
+    ("heads", "queries"), [((8, 2), 8), ((8, 2), 5), ((11, 1), 2), ((4, 1), 17)]
+)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_tiles_of_32_rows(heads, queries, dtype):
+    """Whole and partly filled ones; 68 rows have three."""
+    shape = {"queries": queries, "heads": heads[0], "kv_heads": heads[1], "dtype": dtype}
+    run(make([0, 1, 100, 700], **shape), -1)
+    run(make([90, 2, 0, 40], **shape), -1, window=(20, 1), causal=False)
+    prefix = torch.tensor((7, 100), dtype=torch.int32)
+    run(make([90, 300], **shape), -1, prefix, window=(5, 0), softcap=2.5)
+
+
 @pytest.mark.parametrize("window", [(0, 0), (5, None), (20, 1), (60, 0)])
 @pytest.mark.parametrize("prefix", [None, (7, 0, 100, 20)])
 def test_masks(window, prefix):

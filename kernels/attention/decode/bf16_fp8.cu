@@ -6,7 +6,7 @@
 namespace tiercel {
 namespace {
 
-const DecodeKernel kKernels[] = TIERCEL_DECODE_TABLE(BFloat16, true);
+const DecodeKernel kKernels[] = {TIERCEL_DECODE_TABLE(BFloat16, true)};
 
 }  // namespace
 

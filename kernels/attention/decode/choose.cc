@@ -62,7 +62,7 @@ double clustered(const DecodeLoad& load, int cluster) {
 }
 
 double spread(const DecodeLoad& load) {
-  const int64_t each = ceil_div(load.tiles * load.steps, load.spread_blocks);
+  const int64_t each = ceil_div(load.spread_tiles * load.steps, load.spread_blocks);
   const auto steps = static_cast<double>(ceil_div(each, load.spread_warps));
   const auto tiles = static_cast<double>(each / std::max<int64_t>(load.steps, 1));
   const double bytes =

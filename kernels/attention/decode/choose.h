@@ -8,7 +8,8 @@
 namespace tiercel {
 
 struct DecodeLoad {
-  int64_t tiles;          // of all sequences
+  int64_t tiles;          // of all sequences, where a cluster has one
+  int64_t spread_tiles;   // where they are spread: they may have more rows
   int64_t steps;          // of a tile, at most
   int64_t step_bytes;     // keys and values
   int64_t blocks;         // resident on the device at once

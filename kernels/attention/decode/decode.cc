@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/decode/choose.h"
@@ -178,9 +179,7 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
   return Status();
 }
 
-// The most rows of a tile, and expected parts of it, that its last block combines as fast as
-// decode_combine would.
-constexpr int kMostRows = 8;
+// The most expected parts of a tile that its last block combines as fast as decode_combine would.
 constexpr int64_t kMostParts = 40;
 
 // Blocks that share a tile in the batch-invariant mode.
@@ -194,6 +193,7 @@ const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread
   const DecodeKernel* best = nullptr;
   for (const DecodeKernel& kernel : kernels) {
     if (kernel.spread != spread) continue;
+    if (kernel.tiles > 2 && getenv("TIERCEL_SPEC_OLD") != nullptr) continue;
     if (kernel.any_d ? t.q->shape[3] > kernel.d : t.q->shape[3] != kernel.d) continue;
     const bool wider = best != nullptr && best->d == kernel.d && best->any_d == kernel.any_d &&
                        kernel.tiles > best->tiles && rows > 8 * best->tiles;
@@ -301,8 +301,11 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
   set_args(t, options, call.rows, args);
   const DecodeKernel &clustered = *kernel_for(t, args->rows, false),
                      &spread = *kernel_for(t, args->rows, true);
-  args->row_blocks = (args->rows + 8 * spread.tiles - 1) / (8 * spread.tiles);
-  args->sequence_tiles = args->kv_heads * args->row_blocks;
+  const auto set_tiles = [args](const DecodeKernel& kernel) {
+    args->row_blocks = static_cast<int>(ceil_div(args->rows, 8 * kernel.tiles));
+    args->sequence_tiles = args->kv_heads * args->row_blocks;
+    return int64_t{args->batch} * args->sequence_tiles;
+  };
 
   const int64_t element = dtype_bytes(t.k_cache->dtype), d = spread.d;
   const int64_t step = decode_step(static_cast<int>(d), static_cast<int>(element));
@@ -310,7 +313,8 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
   if (options.max_keys >= 0) keys = std::min(keys, options.max_keys);
   if (args->left >= 0) keys = std::min(keys, int64_t{args->left} + args->queries);
   DecodeLoad load;
-  load.tiles = int64_t{args->batch} * args->sequence_tiles;
+  load.tiles = set_tiles(clustered);
+  load.spread_tiles = set_tiles(spread);
   load.steps = std::max<int64_t>(ceil_div(keys, step), 1);
   load.row_bytes = args->d * element;
   load.step_bytes = 2 * step * load.row_bytes;
@@ -325,10 +329,11 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
   const int split = options.split == 0 && batch_invariant() ? kInvariantCluster : options.split;
   choice->split = decode_choose(load, split);
   choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
+  const int64_t tiles = set_tiles(*choice->kernel);
   if (choice->split.cluster > 0) return Status();
-  if (choice->rows() > kMostRows || choice->split.grid > kMostParts * load.tiles) {
-    choice->combined = std::min(load.tiles, choice->split.grid - args->columns);
-    args->by_tile = choice->combined == load.tiles;
+  if (choice->rows() > kDecodeMostRows || choice->split.grid > kMostParts * tiles) {
+    choice->combined = std::min(tiles, choice->split.grid - args->columns);
+    args->by_tile = choice->combined == tiles;
     choice->tiles = 4 * choice->split.grid;
   }
   const int64_t places = 2 * choice->split.grid;

@@ -5,7 +5,9 @@
 namespace tiercel {
 namespace {
 
-const DecodeKernel kKernels[] = TIERCEL_DECODE_TABLE(Float16, false);
+// Tiles of 32 rows are only spread: a short sequence has more blocks with tiles of 16.
+const DecodeKernel kKernels[] = {TIERCEL_DECODE_TABLE(Float16, false),
+                                 TIERCEL_DECODE(Float16, false, 128, false, 4, true, 1)};
 
 }  // namespace
 

@@ -5,7 +5,7 @@
 namespace tiercel {
 namespace {
 
-const DecodeKernel kKernels[] = TIERCEL_DECODE_TABLE(Float16, true);
+const DecodeKernel kKernels[] = {TIERCEL_DECODE_TABLE(Float16, true)};
 
 }  // namespace
 

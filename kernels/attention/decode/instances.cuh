@@ -28,12 +28,12 @@
       TIERCEL_DECODE(dtype, float8, d, any_d, tiles, true, spread)
 
 // By head dimension, then by rows: the launcher takes the first that fits.
-#define TIERCEL_DECODE_TABLE(dtype, float8)                 \
-  {TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 1, 2, 1),  \
-   TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 2, 2, 2),  \
-   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 1, 2, 1), \
-   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 2, 2, 2), \
-   TIERCEL_DECODE_BOTH(dtype, float8, 128, true, 1, 2, 1),  \
-   TIERCEL_DECODE_BOTH(dtype, float8, 256, true, 1, (float8 ? 2 : 1), 1)}
+#define TIERCEL_DECODE_TABLE(dtype, float8)                    \
+  TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 1, 2, 1),      \
+      TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 2, 2, 2),  \
+      TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 1, 2, 1), \
+      TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 2, 2, 2), \
+      TIERCEL_DECODE_BOTH(dtype, float8, 128, true, 1, 2, 1),  \
+      TIERCEL_DECODE_BOTH(dtype, float8, 256, true, 1, (float8 ? 2 : 1), 1)
 
 #endif  // KERNELS_ATTENTION_DECODE_INSTANCES_CUH_

@@ -16,7 +16,8 @@
 // queries: 512 bytes of 16 bits per instruction. float8 is converted in registers, 2 values per
 // instruction.
 //
-// A tile is 8 or 16 query rows of one key head. choose.cc chooses between two ways to share tiles:
+// A tile is 8, 16 or 32 query rows of one key head. choose.cc chooses between two ways to share
+// tiles:
 // - a cluster of 1 to 8 blocks has one tile: their warps take its steps in turn, and the blocks add
 //   their sums through distributed shared memory. One launch, no workspace; the first page table
 //   entries are read beside the lengths. For short sequences.
@@ -512,7 +513,9 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
       const int64_t slot = cursor.slot;
       finish<Shape>(args, cursor.tile, slot, 1, &shared);
       __syncthreads();  // the shared memory was read
-      if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
+      if constexpr (Shape::kRows <= kDecodeMostRows) {
+        if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
+      }
       if (threadIdx.x == 0) leave_tile(args, &cursor);
       __syncthreads();
     } else {

@@ -15,6 +15,9 @@ namespace tiercel {
 inline constexpr int kDecodeMaxCluster = 8;
 inline constexpr int kCombineThreads = 128;
 
+// The most rows of a spread tile that its last block may combine; of more, decode_combine does.
+inline constexpr int kDecodeMostRows = 8;
+
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
   const int keys = 4096 / (d * cache_bytes);
@@ -23,9 +26,9 @@ constexpr int decode_step(int d, int cache_bytes) {
 
 // Warps of a block, bytes of its stages each: two blocks of four warps a multiprocessor where a
 // cluster has a tile, one of eight where tiles are spread: fewer sequences are read at once, which
-// the memory likes better.
+// the memory likes better. Tiles of 16 rows have two blocks of four warps in both cases.
 constexpr int decode_warps(bool spread, int stage_bytes, int tiles) {
-  return spread && stage_bytes <= 8192 && tiles == 1 ? 8 : 4;
+  return spread && stage_bytes <= 8192 && tiles != 2 ? 8 : 4;
 }
 
 // Steps of a warp's ring in shared memory: two with 8 warps, three with 4.

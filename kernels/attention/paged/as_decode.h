@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/paged/paged.h"
@@ -48,7 +49,8 @@ class AsDecode {
   AsDecode& operator=(const AsDecode&) = delete;
 
   bool fits() const {
-    const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : 32;
+    const char* env = getenv("TIERCEL_SPEC_MOST");
+    const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : env != nullptr ? atoi(env) : 32;
     const bool aligned = q_strides_[1] % 8 == 0 && out_strides_[1] % 8 == 0;
     return rows_ >= 1 && (tree_ || rows_ <= most) && total_ < kMostTotal && near_ &&
            (total_ == 1 || aligned);
