@@ -38,12 +38,11 @@ struct Part {
   }
 };
 
-// `kMany`: several groups share a row, whose parts take several rounds. Otherwise two blocks fit on
-// a multiprocessor.
+// `kMany`: parts of a row take several rounds. Otherwise two blocks fit on a multiprocessor.
 template <typename Format, bool kMany>
 __global__ void __launch_bounds__(kMlaCombineGroups* kGroup, kMany ? 1 : 2)
     mla_combine(const __grid_constant__ MlaDecodeArgs args) {
-  constexpr int kAtOnce = kMany ? 8 : 6;
+  constexpr int kAtOnce = kMany ? 8 : kMlaCombineParts;
   __shared__ float4 outs[kMlaCombineGroups][kGroup];
   __shared__ float2 sums[kMlaCombineGroups];
   const int group = threadIdx.x / kGroup, thread = threadIdx.x % kGroup;
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kMlaCombineGroups* kGroup, kMany ? 1 : 2)
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) part.add(sum[i], out[i]);
     }
-    if (kMany) {
+    if (args.row_groups > 1) {
       __syncthreads();  // those of the row before have been read
       outs[group][thread] = part.out;
       if (thread == 0) sums[group] = make_float2(part.largest, part.sum);

@@ -74,7 +74,9 @@ inline MlaLayout layout_of(const TensorView& cache) {
   }
 }
 
-inline const Kernel& combine_kernel(DType dtype, bool many) {
+inline const Kernel& combine_kernel(DType dtype, const MlaDecodeArgs& args) {
+  // A sequence has about lanes / batch parts.
+  const bool many = args.lanes >= kMlaCombineParts * kMlaCombineGroups * args.batch;
   return KernelTable(mla_combine_kernels)
       .find([&](const auto& kernel) { return kernel.dtype == dtype && kernel.many == many; })
       ->kernel;
@@ -116,7 +118,7 @@ inline void plan_shares(bool split, const Kernel& kernel, DType dtype, uint32_t 
   const bool many = parts || args->lanes >= kFewParts * args->batch;
   args->row_groups = many ? kMlaCombineGroups : 1;
   *plan = {kernel.name(),
-           combined ? combine_kernel(dtype, args->row_groups > 1).name() : "none",
+           combined ? combine_kernel(dtype, *args).name() : "none",
            kMlaRows,
            kMlaStep,
            args->copy_rows,
@@ -164,7 +166,7 @@ inline Status launch_and_combine(const Kernel& kernel, DType dtype, const MlaDec
                                      ceil_div(kMlaCombineBlocks, static_cast<int>(config.grid.x))));
   config.block.x = kMlaCombineGroups * kMlaLatent / 4;
   config.dynamic_smem = 0;
-  return combine_kernel(dtype, args->row_groups > 1).launch(config, device, stream, pointers);
+  return combine_kernel(dtype, *args).launch(config, device, stream, pointers);
 }
 
 // A call with the workspace that it has. If one is needed and null, launches nothing and sets

@@ -21,6 +21,7 @@ inline constexpr int kMlaStep = 64;  // keys
 inline constexpr int kMlaStages = 2;
 inline constexpr int kMlaThreads = 384;      // two warpgroups that multiply, one that loads
 inline constexpr int kMlaCombineGroups = 4;  // of a block of mla_combine, 128 threads each
+inline constexpr int kMlaCombineParts = 6;   // that a group reads at once
 // Its blocks go through rows: most end at once, where no lanes share sequences, and launching one
 // for each row would take longer than all the rest.
 inline constexpr int kMlaCombineBlocks = 2 * 132;
@@ -111,7 +112,7 @@ enum class MlaLayout { kSame, kFloat8, kPacked };
 
 struct MlaCombineKernel {
   DType dtype;
-  bool many;  // for `row_groups` above 1
+  bool many;  // for sequences of more parts than kMlaCombineParts for each group
   Kernel kernel;
 };
 

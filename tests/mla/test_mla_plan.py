@@ -52,7 +52,7 @@ def test_kernels(dtype):
     for page, kernel in kernels.items():
         got = plan(page=page, dtype=dtype, cache=dtype)
         assert got["kernel"] == "mla_decode" + kernel
-        assert got["combine"] == f"mla_combine<{name}, many>"
+        assert got["combine"].startswith(f"mla_combine<{name}")
         assert got["rows"] == got["step"] == 64 and got["block"] == 384
         assert got["dynamic_smem"] <= 227 << 10
 
@@ -80,8 +80,9 @@ def test_lanes_fill_the_device(queries, heads):
 
 
 def test_sequences_in_many_lanes_have_a_kernel_that_combines():
-    for batch, name in ((1, ", many"), (16, ", many"), (17, ""), (256, "")):
-        assert plan(shape=(batch, 1, 16, 576))["combine"] == f"mla_combine<BFloat16{name}>"
+    for batch, name in ((1, ", many"), (5, ", many"), (6, ""), (256, "")):
+        got = plan(shape=(batch, 1, 16, 576), columns=200)
+        assert got["combine"] == f"mla_combine<BFloat16{name}>"
 
 
 def test_short_sequences_have_fewer_lanes():
