@@ -214,17 +214,13 @@ struct Row {
   float limit;    // the largest d that counts
   float origin;   // a power of two above it
 
-  // A barrier of the row's blocks. A release in a cluster is a fence of the whole GPU, so one warp
-  // has it for the block, whose writes it knows by the barrier before.
   __device__ __forceinline__ void meet() const {
-    __syncthreads();
-    if (args.blocks == 1) return;
-    if (threadIdx.x < 32) {
-      cluster_arrive();
+    if (args.blocks == 1) {
+      __syncthreads();
     } else {
-      cluster_arrive_relaxed();
+      cluster_arrive();
+      cluster_wait();
     }
-    cluster_wait();
   }
 
   __device__ __forceinline__ float distance(float x) const {
