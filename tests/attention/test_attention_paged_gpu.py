@@ -4,7 +4,7 @@
 import pytest
 import torch
 from support.gpu_memory import skip_without
-from support.paged import assert_close, make, random_trees, wide
+from support.paged import assert_close, make, random_trees, wide, with_room
 
 import tiercel
 
@@ -194,9 +194,9 @@ DRAFTS = [(8, 777), (5, 5), (0, 40), (8, 6000), (7, 3), (1, 0), (8, 2100)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page", [1, 16])
 def test_drafts(page, dtype):
-    """Tiles of 32 rows."""
+    """Tiles of 32 rows, for which the page table is long enough."""
     sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5], device="cuda")
-    given = draw(DRAFTS, (8, 2), d=128, page=page, dtype=dtype, around=(3, 5))
+    given = with_room(draw(DRAFTS, (8, 2), d=128, page=page, dtype=dtype, around=(3, 5)))
     check(given, sinks=sinks)
     check(given, window=(100, 0), softcap=5.0)
 
@@ -204,7 +204,8 @@ def test_drafts(page, dtype):
 @pytest.mark.parametrize("new", [5, 8])
 @pytest.mark.parametrize("batch", [1, 7, 32, 100])
 def test_drafts_of_batches(batch, new):
-    check(draw([(new, new + 997 * (i % 9 + 1)) for i in range(batch)], (32, 8), d=128))
+    lengths = [(new, new + 997 * (i % 9 + 1)) for i in range(batch)]
+    check(draw(lengths, (32, 8), d=128))
 
 
 TREES = [(1, 777), (64, 210), (0, 40), (7, 7), (20, 5), (0, 0), (33, 4097), (64, 64)]

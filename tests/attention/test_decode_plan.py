@@ -91,18 +91,27 @@ def test_several_queries_share_a_tile():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tiles_of_32_rows(dtype):
-    """Only where tiles are spread, for which the sequences have to be long."""
-    for batch, queries in ((1, 5), (1, 8), (4, 16), (32, 8)):
-        got = plan(shape=(batch, queries, 32, 128), columns=512, dtype=dtype, cache=dtype)
-        assert (got["rows"], got["cluster"], got["block"], got["grid"]) == (32, 0, 256, 128)
-        assert got["combine"] != "none"
-        short = plan(shape=(batch, queries, 32, 128), columns=4, dtype=dtype, cache=dtype)
-        assert short["rows"] == 16 and short["cluster"] > 0
-        for options in ({"d": 128, "cache": "float8_e4m3fn"}, {"d": 64, "cache": dtype}):
-            shape = (batch, queries, 32, options.pop("d"))
-            assert plan(shape=shape, columns=512, dtype=dtype, **options)["rows"] == 16
-    fewer = plan(shape=(32, 4, 32, 128), columns=512, dtype=dtype, cache=dtype)
-    assert (fewer["rows"], fewer["cluster"]) == (16, 0)
+    """Where each warp has 16 steps of 16 keys, and 8 of a tile."""
+
+    def chosen(batch, queries, columns, d=128, **options):
+        options = {"dtype": dtype, "cache": dtype} | options
+        got = plan(shape=(batch, queries, 32, d), columns=columns, **options)
+        return got["rows"], got["cluster"], got["block"], got["grid"]
+
+    whole = (32, 0, 256, 128)
+    for batch, queries, columns in ((1, 5, 2048), (1, 8, 2048), (4, 8, 512), (2, 16, 512)):
+        assert chosen(batch, queries, columns) == whole
+        for fewer in (columns // 2, columns - 1):
+            assert chosen(batch, queries, fewer)[0] == 16
+            assert chosen(batch, queries, fewer, split=-1) == whole
+        assert chosen(batch, queries, 4)[1] > 0
+        assert chosen(batch, queries, columns, cache="float8_e4m3fn")[0] == 16
+        assert chosen(batch, queries, columns, d=64)[0] == 16
+        assert chosen(batch, queries, columns, split=4)[:2] == (16, 4)
+    assert chosen(32, 8, 64) == chosen(500, 8, 64) == whole
+    assert chosen(32, 8, 63)[0] == chosen(500, 8, 63)[0] == 16
+    assert chosen(32, 4, 512)[:2] == (16, 0)
+    assert plan(shape=(32, 8, 32, 128), columns=512, max_keys=1000)["rows"] == 16
 
 
 def split_of(batch, keys, *, heads=(32, 8), d=128, **options):

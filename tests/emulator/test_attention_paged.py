@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.emulator import kernels
 from support.emulator import options as running
-from support.paged import assert_close, make, random_trees, wide
+from support.paged import assert_close, make, random_trees, wide, with_room
 from support.paged_emulator import arguments, check, run
 
 import tiercel
@@ -104,7 +104,7 @@ DRAFTS = [(8, 77), (0, 40), (5, 5), (8, 300), (7, 3), (1, 0), (8, 2500)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_drafts(dtype, options):
     """Tiles of 32 rows, whole and shared."""
-    given = make(DRAFTS, (8, 2), d=128, dtype=dtype, around=(3, 5))
+    given = with_room(make(DRAFTS, (8, 2), d=128, dtype=dtype, around=(3, 5)))
     assert "tiles=4" in kernels.paged_attention_plan(*arguments(given))["kernel"]
     check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5]), **options)
     check(given, **options)

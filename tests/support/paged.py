@@ -50,6 +50,13 @@ def make(
     return q, stored[:, 0], stored[:, 1], table, seqused, starts, longest
 
 
+def with_room(given, keys=65536):
+    """The same with a page table for more keys than any sequence has, as the host's choice sees."""
+    *before, table, used, starts, most = given
+    table = torch.nn.functional.pad(table, (0, keys // given[1].shape[1]), value=NO_PAGES[0])
+    return (*before, table, used, starts, most)
+
+
 def random_trees(given, seed=3):
     """A tree_mask of random trees, one of each sequence's new tokens; any words in other rows."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,7 +5,7 @@
 namespace tiercel {
 namespace {
 
-// Tiles of 32 rows are only spread: a short sequence has more blocks with tiles of 16.
+// Tiles of 32 rows are only spread: short sequences have more blocks with tiles of 16.
 const DecodeKernel kKernels[] = {TIERCEL_DECODE_TABLE(BFloat16, false),
                                  TIERCEL_DECODE(BFloat16, false, 128, false, 4, true, 1)};
 

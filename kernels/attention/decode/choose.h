@@ -26,6 +26,10 @@ struct DecodeSplit {
   double microseconds;  // expected
 };
 
+// True if spread tiles of more rows than a cluster takes gain. They read keys fewer times, but
+// their starts and ends take longer.
+bool decode_is_long(const DecodeLoad& load);
+
 // The number of columns that `tiles` of a sequence are dealt to: it divides them and leaves few of
 // `blocks` out.
 int decode_columns(int tiles, int64_t blocks);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/decode/choose.h"
@@ -193,7 +192,6 @@ const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread
   const DecodeKernel* best = nullptr;
   for (const DecodeKernel& kernel : kernels) {
     if (kernel.spread != spread) continue;
-    if (kernel.tiles > 2 && getenv("TIERCEL_SPEC_OLD") != nullptr) continue;
     if (kernel.any_d ? t.q->shape[3] > kernel.d : t.q->shape[3] != kernel.d) continue;
     const bool wider = best != nullptr && best->d == kernel.d && best->any_d == kernel.any_d &&
                        kernel.tiles > best->tiles && rows > 8 * best->tiles;
@@ -299,36 +297,43 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
     return unsupported("q", "have fewer than 2^27 rows", "shape " + shape_text(t.q->shape, 4));
   }
   set_args(t, options, call.rows, args);
-  const DecodeKernel &clustered = *kernel_for(t, args->rows, false),
-                     &spread = *kernel_for(t, args->rows, true);
+  const DecodeKernel& clustered = *kernel_for(t, args->rows, false);
+  const DecodeKernel* spread = kernel_for(t, args->rows, true);
   const auto set_tiles = [args](const DecodeKernel& kernel) {
     args->row_blocks = static_cast<int>(ceil_div(args->rows, 8 * kernel.tiles));
     args->sequence_tiles = args->kv_heads * args->row_blocks;
     return int64_t{args->batch} * args->sequence_tiles;
   };
 
-  const int64_t element = dtype_bytes(t.k_cache->dtype), d = spread.d;
+  const int64_t element = dtype_bytes(t.k_cache->dtype), d = clustered.d;
   const int64_t step = decode_step(static_cast<int>(d), static_cast<int>(element));
   int64_t keys = args->capacity;
   if (options.max_keys >= 0) keys = std::min(keys, options.max_keys);
   if (args->left >= 0) keys = std::min(keys, int64_t{args->left} + args->queries);
   DecodeLoad load;
   load.tiles = set_tiles(clustered);
-  load.spread_tiles = set_tiles(spread);
   load.steps = std::max<int64_t>(ceil_div(keys, step), 1);
   load.row_bytes = args->d * element;
   load.step_bytes = 2 * step * load.row_bytes;
   load.float8 = element == 1;
   load.blocks = int64_t{multiprocessors} * clustered.residents;
-  const int64_t blocks = int64_t{multiprocessors} * spread.residents;
-  args->columns = decode_columns(args->sequence_tiles, blocks);
-  load.spread_blocks = blocks / args->columns * args->columns;
   load.warps = clustered.warps;
-  load.spread_warps = spread.warps;
+  const auto set_spread = [&](const DecodeKernel& kernel) {
+    load.spread_tiles = set_tiles(kernel);
+    const int64_t blocks = int64_t{multiprocessors} * kernel.residents;
+    args->columns = decode_columns(args->sequence_tiles, blocks);
+    load.spread_blocks = blocks / args->columns * args->columns;
+    load.spread_warps = kernel.warps;
+  };
+  set_spread(*spread);
   // Blocks that share a tile take its steps in turn: the order depends on the sequence alone.
   const int split = options.split == 0 && batch_invariant() ? kInvariantCluster : options.split;
+  if (split == 0 && spread->tiles > clustered.tiles && !decode_is_long(load)) {
+    spread = kernel_for(t, 8 * clustered.tiles, true);
+    set_spread(*spread);
+  }
   choice->split = decode_choose(load, split);
-  choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
+  choice->kernel = choice->split.cluster == 0 ? spread : &clustered;
   const int64_t tiles = set_tiles(*choice->kernel);
   if (choice->split.cluster > 0) return Status();
   if (choice->rows() > kDecodeMostRows || choice->split.grid > kMostParts * tiles) {

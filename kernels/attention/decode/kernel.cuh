@@ -23,8 +23,9 @@
 //   entries are read beside the lengths. For short sequences.
 // - spread: all resident blocks get equal shares of all steps of all tiles, whatever the lengths;
 //   each block computes its share from the lengths. Partial results of a shared tile go to a
-//   workspace, and the last block to arrive combines them (parts.cuh). decode_combine does if more
-//   blocks may share a tile than one block would read in time.
+//   workspace, and the last block to arrive combines them (parts.cuh). decode_combine does for
+//   tiles of more than 8 rows, or if more blocks may share a tile than one block would read in
+//   time. Tiles of 32 rows are always spread: their sums take half of a thread's registers.
 #ifndef KERNELS_ATTENTION_DECODE_KERNEL_CUH_
 #define KERNELS_ATTENTION_DECODE_KERNEL_CUH_
 

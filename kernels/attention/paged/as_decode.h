@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/paged/paged.h"
@@ -12,7 +11,7 @@
 namespace tiercel {
 
 // A call whose sequences have few new tokens each, as decode_attention's kernels take it: they read
-// keys once for 8 or 16 rows, so more rows than a few of those are the other kernels'.
+// keys once for 8 to 32 rows, so more rows than a few of those are the other kernels'.
 class AsDecode {
  public:
   explicit AsDecode(const PagedAttentionCall& call)
@@ -49,8 +48,7 @@ class AsDecode {
   AsDecode& operator=(const AsDecode&) = delete;
 
   bool fits() const {
-    const char* env = getenv("TIERCEL_SPEC_MOST");
-    const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : env != nullptr ? atoi(env) : 32;
+    const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : 32;
     const bool aligned = q_strides_[1] % 8 == 0 && out_strides_[1] % 8 == 0;
     return rows_ >= 1 && (tree_ || rows_ <= most) && total_ < kMostTotal && near_ &&
            (total_ == 1 || aligned);
