@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kActivationBackwardThreads, 2048 / kActivation
     if (kGated) load_stream(up, place.template in<Format>(args.up));
   }
   grid_dependency_launch();
-  // In a pass of its own, and not beside the gradients, for which 32 registers just suffice.
+  // The result has a pass of its own: 32 registers just suffice for the gradients alone.
   const bool again = kGated && args.result.data != nullptr;
   if (again && place.whole) {
     float values[kPerVector], factors[kPerVector];

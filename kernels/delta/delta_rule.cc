@@ -44,7 +44,7 @@ int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) 
   return std::max(kLeastChunks, ceil_div(chunks, segments));
 }
 
-// How the last kernel is launched.
+// The launch of the last kernel.
 struct Shape {
   int64_t segment_chunks;
   int groups;      // slices of a state that share a block

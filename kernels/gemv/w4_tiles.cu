@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
   float sums[kTokens / 2];
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
-  // By a shuffle, without which the compiler computes it anew in each step.
+  // Without the shuffle the compiler computes it anew in each step.
   const uint32_t choice = __shfl_sync(0xffffffffu, byte_choice<kFloats>(lane % 4), lane);
   const uint64_t tiles = rows_descriptor(shared_address(shared));
   // This thread's first row of weights, and chunks of 16 bytes swizzled by rows.

@@ -113,7 +113,7 @@ struct StepScales {
   uint32_t scale[kFloats ? 4 : 2];
   uint32_t zero[kFloats ? 1 : 2];
 
-  // As 16 bytes of shared memory.
+  // The 16 bytes that a row has in shared memory.
   __device__ __forceinline__ uint4 words() const {
     if constexpr (kFloats) return make_uint4(scale[0], scale[1], scale[2], scale[3]);
     return make_uint4(scale[0], scale[1], zero[0], zero[1]);

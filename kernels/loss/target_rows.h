@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tokens add to the rows of a weight's gradient at their own targets.
+// Adds to the rows of a weight's gradient what tokens give to their own targets.
 #ifndef KERNELS_LOSS_TARGET_ROWS_H_
 #define KERNELS_LOSS_TARGET_ROWS_H_
 

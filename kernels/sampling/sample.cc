@@ -233,7 +233,7 @@ void stream(SampleArgs* args, SamplePlan* plan) {
            static_cast<unsigned>(kStreamRing + args->segments * kStreamTableBytes)};
 }
 
-// How a call is launched.
+// The launches of a call.
 struct Launches {
   TopLogprobsArgs args{};  // of the second launch, if there is one
   SampleArgs draw{};

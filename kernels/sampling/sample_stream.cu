@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                                      static_cast<uint64_t>(own_seed ? 0 : place));
       mbarrier_wait_cluster(&complete[table], turn / 2 % 2);
 
-      // Of one segment at a time, which is staged.
+      // The row has one segment at a time, which is staged.
       Row<Format> row{args,
                       place,
                       0,

@@ -34,7 +34,7 @@ struct PagedWidenSizes {
 };
 
 struct PagedWidenArgs {
-  // Of keys and of values. A page of the copies has heads before places.
+  // Keys and values have one each. A page of the copies has heads before places.
   struct Cache {
     const char* from;
     int64_t head;  // from one to the next, in bytes

@@ -56,7 +56,7 @@ class Activation:
         )
         self._backward = self._gradient(spec.BACKWARD[name], again=False)
         if self._gated:
-            # For a layer that does not keep the result, and needs it in its backward.
+            # A layer that does not keep the result needs this in its backward.
             self._gradient(spec.BACKWARD_AND_RESULT[name], again=True)
 
     def _gradient(self, declared: spec.Spec, again: bool) -> Op:

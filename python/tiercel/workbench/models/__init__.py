@@ -11,7 +11,7 @@ from typing import Any
 
 PHASES = ("prefill", "decode", "train")
 
-# In the order in which they are shown.
+# The order is that in which they are shown.
 WAYS = ("transformers", "transformers.compiled", "tiercel", "tiercel.compiled", "engine", "liger")
 
 
