@@ -337,6 +337,12 @@ def test_copies_of_some_heads():
     assert copied(1, 512, 1 << 20)["widen"] == "none"
 
 
+def test_workspace_of_a_last_slice():
+    """Of 16 heads: two slices of 6, then one of 4, in more parts."""
+    whole, first, last = (copied(1, 2688, 131072 - 2688, heads=(8 * n, n)) for n in (16, 6, 4))
+    assert first["workspace"] < last["workspace"] == whole["workspace"]
+
+
 def test_a_window_is_not_copied():
     assert copied(1, 2048, 2048, window=(1024, 0))["widen"] == "none"
     assert copied(1, 2048, 2048, window=(-1, 5))["widen"] != "none"

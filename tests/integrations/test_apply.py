@@ -3,8 +3,9 @@
 
 import copy
 import pickle
+import types
 import weakref
-from functools import partial
+from functools import partial, update_wrapper
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiercel
 import tiercel.integrations.transformers as door
+from tiercel.integrations.transformers.linear import linear_forward
 
 pytestmark = pytest.mark.torch
 
@@ -311,6 +313,26 @@ class TestActivationsOfTraining:
         right = self.gradients(mlp, x)
         door.apply(mlp)
         torch.testing.assert_close(self.gradients(mlp, x), right)
+
+    def test_hooks_of_all_modules_run(self):
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        door.apply(mlp)
+        seen = []
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, given, out: seen.append(module)
+        )
+        with handle:
+            mlp(x)
+        assert all(layer in seen for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+    def test_wrapped_forwards_run(self):
+        """As Accelerate wraps them, after `apply`, with the names of what is wrapped."""
+        mlp, x = GatedMLP(usual), torch.randn(3, 16)
+        mlp.gate_proj.forward = types.MethodType(linear_forward, mlp.gate_proj)
+        door.apply(mlp)
+        own = mlp.gate_proj.forward
+        mlp.gate_proj.forward = update_wrapper(lambda x: 0 * own(x), own)
+        torch.testing.assert_close(mlp(x), mlp.down_proj.bias.expand(3, -1))
 
     def test_under_autocast(self):
         mlp, x = GatedMLP(usual), torch.randn(3, 16)

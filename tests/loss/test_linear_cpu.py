@@ -183,6 +183,29 @@ def test_only_what_is_wanted(wanted):
                 torch.testing.assert_close(leaf.grad, grad)
 
 
+@pytest.mark.usefixtures("many_chunks")
+def test_ignored_tokens_add_nothing_at_targets():
+    """A kernel adds all tokens of a class in a row: those at -1 it leaves out."""
+    x, weight, target, _ = problem(torch.bfloat16)
+    options = {"bias": None, "class_weight": None, "scale": None, "ignore_index": -100}
+    options |= {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": None, "accum_dtype": None}
+    options |= {"for_x": True, "for_weight": True, "for_bias": False, "mean": True}
+    call = Call(x=x, weight=weight, target=target, **options)
+    assert chunks.divide(call, True).apart
+    left_out = []
+
+    def at_targets(sums, x, target, by, memory):
+        kept = target >= 0
+        left_out.append(~kept)
+        chunks.add_targets(sums, x[kept], target[kept], by[kept], memory)
+
+    mean_scale = tiercel.ops.loss.reference.mean_scale
+    found = chunks.with_gradient(call, linear._fill, mean_scale, at_targets)
+    due = chunks.with_gradient(call, linear._fill, mean_scale)
+    torch.testing.assert_close(found, due)
+    assert torch.equal(*left_out, target == -100)
+
+
 def test_it_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(chunks, "_LEAST_MEMORY", 130 * 1000 * 4)
     options = {"bias": None, "class_weight": None, "scale": None, "ignore_index": -100}

@@ -528,8 +528,17 @@ Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAtte
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
   const int64_t heads = choice.heads_at_once();
-  if (heads < call.k_cache->shape[2]) {
-    return plan_tiles(HeadSlice(call, 0, heads).call(), multiprocessors, plan);
+  const int64_t kv_heads = call.k_cache->shape[2];
+  if (heads < kv_heads) {
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(HeadSlice(call, 0, heads).call(), multiprocessors, plan));
+    const int64_t rest = kv_heads % heads;
+    if (rest == 0) return Status();
+    // Fewer heads may be divided into more parts, and may be copied where others are not.
+    PagedAttentionPlan last{};
+    const HeadSlice slice(call, kv_heads - rest, rest);
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(slice.call(), multiprocessors, &last));
+    plan->workspace = std::max(plan->workspace, last.workspace);
+    return Status();
   }
   if (choice.widened > 0) {
     const PagedWidenSizes sizes = widen_sizes(call);
@@ -679,8 +688,8 @@ Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
 
 int64_t PagedAttentionLaunch::workspace() const {
   if (decodes_) return decode_.workspace();
-  if (!slices_.empty())
-    return slices_.front().workspace();  // the others have as many heads, or fewer
+  // All slices but the last have as many heads.
+  if (!slices_.empty()) return std::max(slices_.front().workspace(), slices_.back().workspace());
   const int64_t copies = widen_ == nullptr ? 0 : copies_.floats();
   return copies + (combine_ == nullptr
                        ? 0

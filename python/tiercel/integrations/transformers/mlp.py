@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 import tiercel
+from tiercel.integrations.transformers.linear import linear_forward
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -54,6 +55,8 @@ def trained(x: Tensor, layers: Sequence[Any], activation: Activation) -> Tensor 
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
+    if nn.modules.module._has_any_global_hook():
+        return None
     if type(x) is not Tensor or x.dtype not in _FLOATS or x.numel() == 0:
         return None
     tensors: list[Tensor | None] = []
@@ -61,8 +64,8 @@ def trained(x: Tensor, layers: Sequence[Any], activation: Activation) -> Tensor 
         if type(layer) is not nn.Linear or any(getattr(layer, name) for name in _HOOKS):
             return None
         forward = vars(layer).get("forward")
-        if forward is not None and not forward.__module__.startswith("tiercel."):
-            return None
+        if forward is not None and getattr(forward, "__func__", None) is not linear_forward:
+            return None  # not by its names, which a wrapper copies
         weight, bias = layer.weight, layer.bias
         if type(weight) is not nn.Parameter or weight.dtype != x.dtype:
             return None

@@ -130,7 +130,7 @@ def with_gradient(
 ) -> Any:
     """The gradient of the logits takes their place; both products follow before the next chunk.
 
-    `at_targets` adds as `add_targets`, which is used without it.
+    `at_targets` adds as `add_targets`, which is used without it, but leaves out targets of -1.
     """
     scale = call.scale
     if call.mean:
@@ -164,7 +164,12 @@ def with_gradient(
             _add_product(sums, grad.t(), part.x, first=part.at.start == 0)
         del own, grad, part  # the logits' memory, which what follows needs
     if chunks.apart:
-        (at_targets or add_targets)(sums, x, places, of_targets, chunks.memory)
+        if at_targets is None:
+            add_targets(sums, x, places, of_targets, chunks.memory)
+        else:
+            # One block adds all tokens of a class: not those that add nothing.
+            places = places.masked_fill(call.target == call.ignore_index, -1)
+            at_targets(sums, x, places, of_targets, chunks.memory)
     if getattr(call, "weight_grad_dtype", None) is None:
         sums = sums.to(weight.dtype)
     return loss.sum(), grad_x, sums, of_bias.to(weight.dtype)
