@@ -204,8 +204,8 @@ template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
-  // Where products bound the kernel, the first of a step start before the probabilities of the step
-  // before are announced. Where memory does, nothing may keep a stage from being free.
+  // If products bound the kernel, those of a step start before the probabilities of the step before
+  // are announced. If memory does, nothing may keep a stage from being free.
   const bool late = args.row_blocks > 1;
   const auto announce = [&](int stage) {
     proxy_fence();

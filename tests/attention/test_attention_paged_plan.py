@@ -338,7 +338,7 @@ def test_copies_of_some_heads():
 
 
 def test_workspace_of_a_last_slice():
-    """Of 16 heads: two slices of 6, then one of 4, in more parts."""
+    """16 heads are two slices of 6, then one of 4, which has more parts."""
     whole, first, last = (copied(1, 2688, 131072 - 2688, heads=(8 * n, n)) for n in (16, 6, 4))
     assert first["workspace"] < last["workspace"] == whole["workspace"]
 

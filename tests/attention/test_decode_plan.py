@@ -91,7 +91,7 @@ def test_several_queries_share_a_tile():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tiles_of_32_rows(dtype):
-    """Where each warp has 16 steps of 16 keys, and 8 of a tile."""
+    """They need 16 steps of 16 keys for each warp, 8 of them in one tile."""
 
     def chosen(batch, queries, columns, d=128, **options):
         options = {"dtype": dtype, "cache": dtype} | options

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How FlashInfer is called: the plans that the adapters hand to it mean the case's attention."""
+"""The plans that the adapters hand to FlashInfer mean the case's attention."""
 
 import sys
 import types

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the samplers of FlashInfer and vLLM are called: their tokens are of the case's set."""
+"""The samplers of FlashInfer and vLLM draw tokens of the case's set, as they are called."""
 
 import sys
 import types

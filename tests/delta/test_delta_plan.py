@@ -116,7 +116,7 @@ def test_few_long_sequences_are_divided():
 
 
 def test_first_kernel_beside_the_last():
-    """Where half of the multiprocessors have no state, and chunks are more than fit at once."""
+    """It needs half of the multiprocessors without a state, and more chunks than fit at once."""
 
     def beside(batch, tokens, heads, sizes=(128, 128), **given):
         got = prompt(ExchangeTensor, batch, tokens, heads=heads, sizes=sizes, **given)

@@ -82,7 +82,7 @@ def test_each_number_is_widened_exactly(dtype):
 
 
 def test_heads_one_after_the_other():
-    """Where the copies of all heads would be too large."""
+    """Heads take turns if the copies of all of them would be too large."""
     q, k, v, table, *rest = make_float8([(150, 210), (20, 300)], d=128, page=256)
     room = torch.full((2, 1100), -1, dtype=torch.int32)
     room[:, : table.shape[1]] = table

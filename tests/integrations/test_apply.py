@@ -326,7 +326,7 @@ class TestActivationsOfTraining:
         assert all(layer in seen for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
     def test_wrapped_forwards_run(self):
-        """As Accelerate wraps them, after `apply`, with the names of what is wrapped."""
+        """Accelerate wraps forwards so, after `apply`, with the names of what is wrapped."""
         mlp, x = GatedMLP(usual), torch.randn(3, 16)
         mlp.gate_proj.forward = types.MethodType(linear_forward, mlp.gate_proj)
         door.apply(mlp)

@@ -51,7 +51,8 @@ def make(
 
 
 def with_room(given, keys=65536):
-    """The same with a page table for more keys than any sequence has, as the host's choice sees."""
+    """The arguments with a page table for more keys than any sequence has, which the host's choice
+    sees."""
     *before, table, used, starts, most = given
     table = torch.nn.functional.pad(table, (0, keys // given[1].shape[1]), value=NO_PAGES[0])
     return (*before, table, used, starts, most)

@@ -24,9 +24,9 @@ int64_t paged_parts(const PagedLoad& load, int multiprocessors);
 // The time of a call, in steps of a block of threads.
 double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors);
 
-// How many key heads of a float8 cache, of `heads`, are copied to 16 bits at once before tiles of
-// `d` columns read them; 0 where a call that takes `steps` had better widen what it reads. The
-// copies of a head take `floats`, at least one.
+// The number of key heads of a float8 cache, of `heads`, that are copied to 16 bits at once before
+// tiles of `d` columns read them; 0 where a call of `steps` is faster if it widens what it reads.
+// The copies of a head take `floats`, at least one.
 int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t heads);
 
 // Keys of a part in the batch-invariant mode, and the most parts (the last one has the rest):

@@ -80,8 +80,8 @@ def trained(x: Tensor, layers: Sequence[Any], activation: Activation) -> Tensor 
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Of an `Activation`, x, and weight and bias (or None) of each layer, those of the last one at
-    the end."""
+    """The MLP of an `Activation`, x, and weight and bias (or None) of each layer, those of the last
+    one at the end."""
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, x: Tensor, *tensors: Tensor | None) -> Tensor:

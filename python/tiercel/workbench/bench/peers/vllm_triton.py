@@ -46,7 +46,7 @@ def _module(name: str, **values: Any) -> None:
 
 
 def stand_in(folder: Path, *packages: str) -> None:
-    """What `packages` in `folder` import of the rest of vLLM."""
+    """Stand-ins for those parts of vLLM that `packages` in `folder` import."""
     import torch
     import triton
     import triton.language as tl
