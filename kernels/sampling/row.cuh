@@ -361,6 +361,16 @@ struct Row {
     return all;
   }
 
+  // The first segment that has this maximum, or their number. For one warp.
+  __device__ __forceinline__ int segment_of(float largest) const {
+    int segment = args.segments;
+#pragma unroll 1
+    for (int s = threadIdx.x % 32; s < args.segments; s += 32) {
+      if (segments[s].x == largest) segment = min(segment, s);
+    }
+    return __reduce_min_sync(kFullWarp, segment);
+  }
+
   // The segment whose `amount` makes the running sum exceed `target(sum of all)`, and what of the
   // target remains in it. For one warp.
   template <typename Target, typename Amount>

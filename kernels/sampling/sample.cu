@@ -380,13 +380,9 @@ __device__ __forceinline__ void draw(
   }
   if (!has_target) return;
   uint64_t remains = 0;
-  int segment = args.segments;
+  int segment;
   if (greedy) {
-#pragma unroll 1
-    for (int s = lane; s < args.segments; s += 32) {
-      if (row.segments[s].x == largest) segment = min(segment, s);
-    }
-    segment = __reduce_min_sync(kFullWarp, segment);
+    segment = row.segment_of(largest);
   } else {
     const auto amount = [&](int s) {
       if (!filters) return row.segment_weight(s, kFineUnit);

@@ -225,13 +225,9 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         if (rank == 0 && lane == 0) row.write(-1, __int_as_float(0x7fc00000));
       } else {
         uint64_t remains = 0;
-        int segment = args.segments;
+        int segment;
         if (greedy) {
-#pragma unroll 1
-          for (int s = lane; s < args.segments; s += 32) {
-            if (row.segments[s].x == largest) segment = min(segment, s);
-          }
-          segment = __reduce_min_sync(kFullWarp, segment);
+          segment = row.segment_of(largest);
         } else {
           const auto amount = [&](int s) {
             return infinite ? masses[s] : row.segment_weight(s, kFineUnit);

@@ -78,7 +78,7 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t number = thread * each + i;
     counts[i] = 0;
-    // Behind the window not all have been counted.
+    // Tallies of numbers beyond the window are incomplete.
     if (i >= each || number > numbers || !(distance(number) <= to)) continue;
     // Several loads at a time.
 #pragma unroll 4
