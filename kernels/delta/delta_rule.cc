@@ -2,6 +2,7 @@
 #include "kernels/delta/delta_rule.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -15,8 +16,8 @@ constexpr const char* kOp = "gated_delta_rule";
 
 // The launches of a call, in order; null: none.
 struct Launches {
-  const Kernel* kernels[4] = {};
-  LaunchConfig configs[4] = {};
+  const Kernel* kernels[5] = {};
+  LaunchConfig configs[5] = {};
 
   void set(DeltaPart part, const Kernel& kernel, int64_t grid, int64_t heads, int threads,
            int smem) {
@@ -39,7 +40,9 @@ int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) 
   const int64_t chunks = places - count;
   if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return 0;
   const int64_t blocks = sizes.v_heads * ceil_div(sizes.value_size, kDeltaSlice);
-  const int64_t segments = kDefaultMultiprocessors / blocks;
+  const char* const v = std::getenv("DELTA_SEG");
+  const int64_t twice = v == nullptr ? 1 : std::atoi(v) % 4;
+  const int64_t segments = kDefaultMultiprocessors * std::max<int64_t>(1, twice) / blocks;
   if (sizes.key_size != kDeltaScanSize || segments < kLeastSegments * count) return 0;
   return std::max(kLeastChunks, ceil_div(chunks, segments));
 }
@@ -59,6 +62,9 @@ Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool 
   // Two slices in a block share keys, queries and matrices.
   shape.groups = slices > 1 && states * slices > kDefaultMultiprocessors ? 2 : 1;
   shape.segment_chunks = choose_segments(sizes, count, places);
+  if (const char* const v = std::getenv("DELTA_SEG")) {
+    if (std::atoi(v) % 4 >= 2 && shape.segment_chunks > 0 && slices > 1) shape.groups = 2;
+  }
   shape.slots = shape.segment_chunks == 0 ? count : places / shape.segment_chunks + count;
   // A state goes through its chunks one after another, on one multiprocessor. If that leaves half
   // of them idle, the first kernel runs there meanwhile: with a gate per head it then takes less
@@ -136,16 +142,17 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
     return Status::Unimplemented(std::string(kOp) + ": too many tokens or heads for one launch");
   }
   if (places > 0) {
-    launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
-                  channels ? kDeltaChannelThreads : kDeltaChunkThreads,
-                  channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
-    plan->chunks = chunks->name();
     if (shape.beside > 0) {
-      LaunchConfig& config = launches->configs[static_cast<int>(DeltaPart::kChunks)];
-      config.grid = {static_cast<uint32_t>(shape.beside), 1, 1};
-      config.block.y = kDeltaChunkTeams;
-      config.dynamic_smem *= kDeltaChunkTeams;
+      chunks = part(DeltaPart::kStayingChunks);
+      launches->set(DeltaPart::kStayingChunks, *chunks, shape.beside, 1, kDeltaChunkThreads,
+                    kDeltaChunkTeams * delta_chunks_smem(key_size, true));
+      launches->configs[static_cast<int>(DeltaPart::kStayingChunks)].block.y = kDeltaChunkTeams;
+    } else {
+      launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
+                    channels ? kDeltaChannelThreads : kDeltaChunkThreads,
+                    channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size, false));
     }
+    plan->chunks = chunks->name();
   }
   if (plan->grid > 0 && (places > 0 || args->final_state != nullptr)) {
     const auto threads = [](int of) { return of * 128 + kDeltaLoaders; };
@@ -168,7 +175,9 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
   const int64_t states = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
   const int64_t transitions = states * (sizes.value_size + key_size);
-  const int64_t flags = shape.beside > 0 ? places * sizes.k_heads : 0;
+  const int64_t flags = shape.beside > 0            ? places * sizes.k_heads
+                        : args->segment_chunks > 0 ? slots * sizes.v_heads
+                                                   : 0;
   plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size + flags;
   if (call.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *call.workspace, plan->workspace, q));
@@ -178,9 +187,10 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->tiles = reinterpret_cast<char*>(args->factors + factors);
   args->transitions = args->factors + factors + tiles;
   args->segment_states = args->transitions + transitions;
-  if (shape.beside > 0) {
-    args->ready = reinterpret_cast<int*>(args->segment_states + states * sizes.value_size);
-  }
+  auto* const numbers = reinterpret_cast<int*>(args->segment_states + states * sizes.value_size);
+  if (shape.beside > 0) args->ready = numbers;
+  if (args->segment_chunks > 0) args->lost = numbers;
+  if (const char* const v = std::getenv("DELTA_SEG")) args->shortcut = std::atoi(v) < 4;
   return Status();
 }
 
@@ -198,7 +208,7 @@ Status delta_rule(const DeltaRuleCall& call, void* stream) {
   Launches launches;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &launches));
   void* arguments[] = {&args};
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 5; ++i) {
     if (launches.kernels[i] == nullptr) continue;
     TIERCEL_RETURN_IF_ERROR(
         launches.kernels[i]->launch(launches.configs[i], call.q->device_index, stream, arguments));
