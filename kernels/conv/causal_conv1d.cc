@@ -2,6 +2,7 @@
 #include "kernels/conv/causal_conv1d.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/conv/causal_conv1d_kernels.h"
@@ -144,6 +145,7 @@ Status lay_out_forward(const char* op, const ConvCall& call, ConvArgs* args) {
   args->weight = common.weight, args->bias = common.bias;
   args->columns = common.columns, args->width = common.width;
   args->silu = call.silu, args->vectors = common.vectors;
+  if (const char* const v = std::getenv("CONV_V")) args->paired = std::atoi(v) & 1;
   const char* out;
   TIERCEL_RETURN_IF_ERROR(
       lay_out_like_x(op, "out", *call.out, call, bytes, &out, &args->out_stride));
@@ -162,6 +164,9 @@ Status choose(const char* op, const ConvCall& call, ConvArgs* args, ConvPlan* pl
   const int64_t vectors = args->columns / kConvChannels;
   // Short sequences are not joined in a thread, which would load their states one after another.
   const ConvSequences& sequences = args->sequences;
+  const char* const given = std::getenv("CONV_V");
+  const int v = given == nullptr ? 0 : std::atoi(given);
+  const int64_t kMostRows = v & 2 ? 64 : v & 4 ? 16 : 32;
   const int64_t most =
       sequences.starts == nullptr ? std::min(kMostRows, sequences.length) : kMostRows;
   // Whole waves of threads, as few as can be: the rows before a thread's first are read twice.

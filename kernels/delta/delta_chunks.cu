@@ -99,7 +99,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads*(kStays ? kDeltaChunkTeams 
 
   const uint32_t q_at = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile));
   const uint32_t k_at = static_cast<uint32_t>(__cvta_generic_to_shared(k_tile));
-  const int group = args.v_heads / args.k_heads;
+  // The heads of values that a block has, of those that share keys: all, or as many as blocks do.
+  const int sharing = kStays ? 1 : gridDim.y / args.k_heads;
+  const int group = args.v_heads / args.k_heads / sharing;
   const auto copy = [&](const Item& item) {
     const auto [first, rows] = item.chunk;
     if (rows > 0) {
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads*(kStays ? kDeltaChunkTeams 
   };
   const auto find = [&] {
     if (kStays) return items.find(args, number);
-    return Item{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+    return Item{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y) / sharing,
                 delta_chunk(args, blockIdx.x)};
   };
   if (kStays && number >= items.count) return;
@@ -121,10 +123,11 @@ __global__ void __launch_bounds__(kDeltaChunkThreads*(kStays ? kDeltaChunkTeams 
   while (true) {
     const Item item = find();
     const int key_head = item.key_head;
+    const int first_head = (kStays ? key_head : blockIdx.y) * group;
     const int place_of_chunk = item.place;
     const auto [first, rows] = item.chunk;
     if (!kBackward && args.starts != nullptr && place_of_chunk < args.places) {
-      clear_strays<kDeltaChunkThreads>(args, place_of_chunk, args.out, key_head * group, group,
+      clear_strays<kDeltaChunkThreads>(args, place_of_chunk, args.out, first_head, group,
                                        args.value_size);
     }
     async_copy_wait<0>();
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads*(kStays ? kDeltaChunkTeams 
 
 #pragma unroll 1
       for (int member = 0; member < group; ++member) {
-        const int head = key_head * group + member;
+        const int head = first_head + member;
         // Opaque, so that addresses are not kept in registers over all heads, and some spilled.
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (!kStays) asm volatile("" : "+r"(lane), "+r"(warp));

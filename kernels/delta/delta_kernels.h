@@ -157,6 +157,7 @@ inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
 inline constexpr int kDeltaChunkThreads = 128;
+inline constexpr int kDeltaChunkBlocks = 4;       // with a chunk each, of a multiprocessor
 inline constexpr int kDeltaChunkTeams = 3;        // of so many threads, of a block that stays
 inline constexpr int kDeltaChannelThreads = 256;  // of a block with a gate per channel
 inline constexpr int kDeltaSlice = 64;            // columns of a state, per warpgroup

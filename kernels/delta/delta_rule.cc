@@ -148,7 +148,8 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
                     kDeltaChunkTeams * delta_chunks_smem(key_size, true));
       launches->configs[static_cast<int>(DeltaPart::kStayingChunks)].block.y = kDeltaChunkTeams;
     } else {
-      launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
+      launches->set(DeltaPart::kChunks, *chunks, places,
+                    channels ? sizes.v_heads : delta_chunk_rows(sizes, places),
                     channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                     channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size, false));
     }
