@@ -197,7 +197,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   float found[2 * kPairs * 4], out[2 * kPairs * 4];
 #pragma unroll
   for (int i = 0; i < 2 * kPairs * 4; ++i) found[i] = out[i] = 0.0f;
-  uint32_t results[kPairs * 4] = {};
+  uint32_t results[kPairs][4] = {};
   const int64_t chunks = work.segment.last - work.segment.first;
   char* to = nullptr;
   if (!kTransition && chunks > 0) {
@@ -340,7 +340,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
       wgmma_settle(out);
 #pragma unroll
       for (int i = 0; i < kPairs * 4; ++i) {
-        results[i] = pack_pair<Format>(out[2 * i], out[2 * i + 1]);
+        results[i / 4][i % 4] = pack_pair<Format>(out[2 * i], out[2 * i + 1]);
       }
     }
     arrive(memory.empty(count));
