@@ -2,7 +2,6 @@
 #include "kernels/conv/causal_conv1d.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/conv/causal_conv1d_kernels.h"
@@ -15,6 +14,8 @@ namespace tiercel {
 namespace {
 
 constexpr int64_t kMostRows = 32;  // of a thread
+constexpr int64_t kMostRowsOfFew = 64;
+constexpr int64_t kFewWaves = 2;
 // Threads that run at once.
 constexpr int64_t kWave = int64_t{kDefaultMultiprocessors} * kConvBlocks * kConvThreads;
 
@@ -145,7 +146,6 @@ Status lay_out_forward(const char* op, const ConvCall& call, ConvArgs* args) {
   args->weight = common.weight, args->bias = common.bias;
   args->columns = common.columns, args->width = common.width;
   args->silu = call.silu, args->vectors = common.vectors;
-  if (const char* const v = std::getenv("CONV_V")) args->paired = std::atoi(v) & 1;
   const char* out;
   TIERCEL_RETURN_IF_ERROR(
       lay_out_like_x(op, "out", *call.out, call, bytes, &out, &args->out_stride));
@@ -164,13 +164,14 @@ Status choose(const char* op, const ConvCall& call, ConvArgs* args, ConvPlan* pl
   const int64_t vectors = args->columns / kConvChannels;
   // Short sequences are not joined in a thread, which would load their states one after another.
   const ConvSequences& sequences = args->sequences;
-  const char* const given = std::getenv("CONV_V");
-  const int v = given == nullptr ? 0 : std::atoi(given);
-  const int64_t kMostRows = v & 2 ? 64 : v & 4 ? 16 : 32;
-  const int64_t most =
-      sequences.starts == nullptr ? std::min(kMostRows, sequences.length) : kMostRows;
-  // Whole waves of threads, as few as can be: the rows before a thread's first are read twice.
-  const int64_t waves = ceil_div(ceil_div(rows, most) * vectors, kWave);
+  const int64_t least = sequences.starts == nullptr ? ceil_div(rows, sequences.length) : 1;
+  // Whole waves of threads, as few as can be: the rows before a thread's first are read twice. Of
+  // many waves, those of more rows take a little longer.
+  const auto count_waves = [&](int64_t most) {
+    return ceil_div(std::max(least, ceil_div(rows, most)) * vectors, kWave);
+  };
+  int64_t waves = count_waves(kMostRowsOfFew);
+  if (waves > kFewWaves) waves = count_waves(kMostRows);
   args->rows_per_thread = ceil_div(rows, waves * kWave / vectors);
   const int64_t parts = ceil_div(rows, args->rows_per_thread);
   const int64_t grid = ceil_div(parts * vectors, kConvThreads);

@@ -135,16 +135,7 @@ struct Rows {
           sum[1][c] = fmaf(filter.taps[j][c], j > 1 ? before[j - 2][c] : now[1 - j][c], sum[1][c]);
         }
       }
-      if (args.silu && args.paired) {
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          // Two reciprocals by one, of a product below 2^127.
-          const float a = 1.0f + fminf(exp2_approx(-kLog2E * sum[0][c]), 0x1p63f);
-          const float b = 1.0f + fminf(exp2_approx(-kLog2E * sum[1][c]), 0x1p63f);
-          const float both = __fdividef(1.0f, a * b);
-          sum[0][c] *= both * b, sum[1][c] *= both * a;
-        }
-      } else if (args.silu) {
+      if (args.silu) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -185,10 +176,6 @@ __global__ void __launch_bounds__(kConvThreads, kConvBlocks)
   const int64_t state_stride = static_cast<int64_t>(args.columns) * Format::kBytes;
   int64_t row = part * args.rows_per_thread;
   int64_t last = min(row + args.rows_per_thread, args.sequences.rows);
-  // Sequences of equal length take a division, but nothing from memory.
-  const bool equal = args.sequences.starts == nullptr;
-  ConvSequence sequence{};
-  if (equal) sequence = find_sequence(args.sequences, row);
   grid_dependency_wait();
   grid_dependency_launch();
   row = behind_state(args, row);
@@ -197,7 +184,7 @@ __global__ void __launch_bounds__(kConvThreads, kConvBlocks)
   ConvFilter<Format, kChannels> filter;
   bool loaded = false;
   while (row < last) {
-    if (!equal || row >= sequence.end) sequence = find_sequence(args.sequences, row);
+    const ConvSequence sequence = find_sequence(args.sequences, row);
     const int64_t stop = min(last, sequence.end);
     Rows<Format> turn;
     turn.out = args.out + row * args.out_stride + offset;

@@ -31,7 +31,6 @@ struct ConvArgs {
   int columns;
   int width;
   bool silu;
-  bool paired;
   bool vectors;  // weight and bias lie on 16 bytes
   int64_t rows_per_thread;
   char* states;  // or null

@@ -246,15 +246,14 @@ __global__ void __launch_bounds__(kDeltaChunkThreads*(kStays ? kDeltaChunkTeams 
           reinterpret_cast<const void*>(gated_delta_rule_chunks<dtype, size, backward, stays>), \
           ((stays) ? kDeltaChunkTeams : 1) * delta_chunks_smem(size, stays))}
 
-#define TIERCEL_CHUNKS_OF(dtype, size)                                       \
-  TIERCEL_CHUNKS(dtype, size, kChunks, "", false, false),                    \
-      TIERCEL_CHUNKS(dtype, size, kStayingChunks, ", stays", false, true),   \
+#define TIERCEL_CHUNKS_OF(dtype, size)                                     \
+  TIERCEL_CHUNKS(dtype, size, kChunks, "", false, false),                  \
+      TIERCEL_CHUNKS(dtype, size, kStayingChunks, ", stays", false, true), \
       TIERCEL_CHUNKS(dtype, size, kBackChunks, ", backward", true, false)
 
-const DeltaRuleKernel kKernels[] = {TIERCEL_CHUNKS_OF(BFloat16, 64),
-                                    TIERCEL_CHUNKS_OF(BFloat16, 128),
-                                    TIERCEL_CHUNKS_OF(Float16, 64),
-                                    TIERCEL_CHUNKS_OF(Float16, 128)};
+const DeltaRuleKernel kKernels[] = {
+    TIERCEL_CHUNKS_OF(BFloat16, 64), TIERCEL_CHUNKS_OF(BFloat16, 128),
+    TIERCEL_CHUNKS_OF(Float16, 64), TIERCEL_CHUNKS_OF(Float16, 128)};
 
 }  // namespace
 

@@ -91,9 +91,9 @@ struct DeltaRuleArgs {
   char* matrices;
   float* factors;
   char* tiles;
-  float* transitions;     // [slots, Hv, K, V + K]: what a segment adds, and what it multiplies by
+  float* transitions;  // [slots, Hv, K, V + K]: what a segment adds, and what it multiplies by
   int* lost;  // [slots, Hv]: 1 for segments that leave nothing of a state and lack the latter
-  float* segment_states;  // [slots, Hv, K, V]: what segments begin with
+  float* segment_states;       // [slots, Hv, K, V]: what segments begin with
   const float* initial_state;  // [count, Hv, K, V] or null
   float* final_state;          // likewise
   int k_heads;
@@ -173,8 +173,7 @@ inline constexpr int kDeltaScanSmem =
 constexpr int delta_chunks_smem(int key_size, bool stays) {
   // q and k with rows of 16 bytes more, a matrix of float32, which overwrites them in blocks that
   // have one chunk, a half of one, and numbers of tokens.
-  return 2 * kDeltaChunk * (2 * key_size + 16) +
-         (stays ? kDeltaChunk * (kDeltaChunk + 4) * 4 : 0) +
+  return 2 * kDeltaChunk * (2 * key_size + 16) + (stays ? kDeltaChunk * (kDeltaChunk + 4) * 4 : 0) +
          kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
 }
 // The sums of the gates, one and a half tiles of keys, or a matrix and half of one: the largest.

@@ -2,7 +2,6 @@
 #include "kernels/delta/delta_rule.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -32,20 +31,7 @@ struct Launches {
 
 constexpr int64_t kLeastSegments = 3;  // below, a second pass costs more than it spares
 constexpr int64_t kLeastChunks = 8;    // of a segment
-
-// The length of segments in chunks, if all sequences together leave most multiprocessors idle; 0
-// for whole sequences, as always in the batch-invariant mode.
-int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) {
-  if (batch_invariant()) return 0;
-  const int64_t chunks = places - count;
-  if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return 0;
-  const int64_t blocks = sizes.v_heads * ceil_div(sizes.value_size, kDeltaSlice);
-  const char* const v = std::getenv("DELTA_SEG");
-  const int64_t twice = v == nullptr ? 1 : std::atoi(v) % 4;
-  const int64_t segments = kDefaultMultiprocessors * std::max<int64_t>(1, twice) / blocks;
-  if (sizes.key_size != kDeltaScanSize || segments < kLeastSegments * count) return 0;
-  return std::max(kLeastChunks, ceil_div(chunks, segments));
-}
+constexpr int64_t kLongSegment = 128;  // chunks
 
 // The launch of the last kernel.
 struct Shape {
@@ -56,15 +42,30 @@ struct Shape {
   int64_t beside;  // blocks of the first kernel that run beside those; 0: one waits for the other
 };
 
+// Sets the length of segments and how many slices share a block, if all sequences together leave
+// most multiprocessors idle; not in the batch-invariant mode.
+void divide(const DeltaSizes& sizes, int64_t count, int64_t places, Shape* shape) {
+  const int64_t chunks = places - count;
+  if (batch_invariant() || sizes.key_size != kDeltaScanSize) return;
+  if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return;
+  const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
+  const int64_t segments = kDefaultMultiprocessors / (sizes.v_heads * slices);
+  if (segments < kLeastSegments * count) return;
+  shape->segment_chunks = std::max(kLeastChunks, ceil_div(chunks, segments));
+  // Two slices in a block take less time than twice the segment, which finding what segments do
+  // takes up unless they are long.
+  if (slices > 1 && shape->segment_chunks >= kLongSegment) {
+    shape->groups = 2;
+    shape->segment_chunks = ceil_div(chunks, 2 * segments);
+  }
+}
+
 Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool channels) {
   Shape shape{};
   const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice), states = count * sizes.v_heads;
   // Two slices in a block share keys, queries and matrices.
   shape.groups = slices > 1 && states * slices > kDefaultMultiprocessors ? 2 : 1;
-  shape.segment_chunks = choose_segments(sizes, count, places);
-  if (const char* const v = std::getenv("DELTA_SEG")) {
-    if (std::atoi(v) % 4 >= 2 && shape.segment_chunks > 0 && slices > 1) shape.groups = 2;
-  }
+  divide(sizes, count, places, &shape);
   shape.slots = shape.segment_chunks == 0 ? count : places / shape.segment_chunks + count;
   // A state goes through its chunks one after another, on one multiprocessor. If that leaves half
   // of them idle, the first kernel runs there meanwhile: with a gate per head it then takes less
@@ -83,7 +84,7 @@ Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool 
 
 Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* plan,
                Launches* launches) {
-  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0};
+  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0, 0};
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {call.q, call.k, call.v, call.beta, call.out},
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
@@ -133,6 +134,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->places = places;
   plan->grid = shape.blocks;
   plan->chunk_grid = places;
+  plan->chunk_rows = channels ? sizes.v_heads : delta_chunk_rows(sizes, places);
   plan->beside = shape.beside;
   plan->groups = groups;
   plan->segment_chunks = args->segment_chunks;
@@ -148,8 +150,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
                     kDeltaChunkTeams * delta_chunks_smem(key_size, true));
       launches->configs[static_cast<int>(DeltaPart::kStayingChunks)].block.y = kDeltaChunkTeams;
     } else {
-      launches->set(DeltaPart::kChunks, *chunks, places,
-                    channels ? sizes.v_heads : delta_chunk_rows(sizes, places),
+      launches->set(DeltaPart::kChunks, *chunks, places, plan->chunk_rows,
                     channels ? kDeltaChannelThreads : kDeltaChunkThreads,
                     channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size, false));
     }
@@ -176,7 +177,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
   const int64_t states = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
   const int64_t transitions = states * (sizes.value_size + key_size);
-  const int64_t flags = shape.beside > 0            ? places * sizes.k_heads
+  const int64_t flags = shape.beside > 0           ? places * sizes.k_heads
                         : args->segment_chunks > 0 ? slots * sizes.v_heads
                                                    : 0;
   plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size + flags;

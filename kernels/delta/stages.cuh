@@ -172,8 +172,7 @@ __device__ __forceinline__ void store_rows_by_tile(uint32_t tile, int warp, char
   for (int pair = 0; pair < kDeltaPairs; ++pair) {
     const uint32_t at = place(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(words[pair][0]), "r"(words[pair][1]), "r"(words[pair][2]),
-                 "r"(words[pair][3])
+                 "r"(words[pair][0]), "r"(words[pair][1]), "r"(words[pair][2]), "r"(words[pair][3])
                  : "memory");
   }
   __syncwarp();
@@ -195,8 +194,8 @@ __device__ __forceinline__ void store_rows_by_tile(uint32_t tile, int warp, char
   }
 }
 
-// Stores the warp's 16 rows of a left operand [64, 16 kDepths], rows of as many elements at `to`, by
-// way of its columns of a tile as store_rows_by_tile() does.
+// Stores the warp's 16 rows of a left operand [64, 16 kDepths], rows of as many elements at `to`,
+// by way of its columns of a tile as store_rows_by_tile() does.
 template <int kDepths>
 __device__ __forceinline__ void store_operand_by_tile(uint32_t tile, int warp, char* to,
                                                       const uint32_t (&words)[kDepths][4]) {
@@ -212,11 +211,10 @@ __device__ __forceinline__ void store_operand_by_tile(uint32_t tile, int warp, c
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t (&four)[4] = words[part + i];
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-              place(2 * i + lane / 16, lane / 8 % 2)),
-          "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3])
-          : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       place(2 * i + lane / 16, lane / 8 % 2)),
+                   "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3])
+                   : "memory");
     }
     __syncwarp();
 #pragma unroll
