@@ -7,7 +7,6 @@
 
 #include "kernels/delta/delta_kernels.h"
 #include "kernels/sm90/async_copy.cuh"
-#include "kernels/sm90/reduce.cuh"
 #include "kernels/sm90/warp_matrix.cuh"
 
 namespace tiercel {
@@ -78,26 +77,6 @@ __device__ __forceinline__ DeltaSegment delta_segment(const DeltaRuleArgs& args,
   const int64_t first = number * args.segment_chunks;
   return {index, first, min(all, first + args.segment_chunks), all,
           number == 0 || (number > 0 && first < all)};
-}
-
-inline constexpr float kDeltaLost = -40.0f;  // the logarithm, base 2, of what counts as nothing
-
-// The fewest of `chunks` chunks, at most 32, that together leave nothing of a state; 0 if they do
-// not. Their factors are `step` floats apart. By whole warps.
-__device__ __forceinline__ int delta_chunks_until_lost(const float* factors, int64_t step,
-                                                       int64_t chunks) {
-  const int lane = threadIdx.x % 32;
-  float left = 0.0f;
-  if (lane < chunks) {
-    const float* const halves = factors + lane * step + 3 * kDeltaChunk + 2;
-    left = halves[0] < halves[1] ? halves[1] : halves[0];
-  }
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const float other = __shfl_up_sync(kFullWarp, left, lanes);
-    if (lane >= lanes) left += other;
-  }
-  return __ffs(__ballot_sync(kFullWarp, left < kDeltaLost));
 }
 
 __device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, const DeltaHeads& heads,

@@ -186,9 +186,8 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   const int64_t products = channels ? pairs * kDeltaMatrixBytes / 4 : 0;
   const int64_t rows = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
   const int64_t of_segments = rows * sizes.value_size, transitions = of_segments + rows * key_size;
-  const int64_t lost = args->segment_chunks > 0 ? slots * sizes.v_heads : 0;
   plan->workspace = matrices + factors + tiles + products + 2 * states + 3 * values + transitions +
-                    2 * of_segments + lost;
+                    2 * of_segments;
   if (rule.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *rule.workspace, plan->workspace, q));
   auto* at = static_cast<float*>(rule.workspace->data);
@@ -209,7 +208,6 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   args->transitions = reinterpret_cast<float*>(take(transitions));
   args->segment_states = reinterpret_cast<float*>(take(of_segments));
   args->segment_grads = reinterpret_cast<float*>(take(of_segments));
-  args->lost = reinterpret_cast<int*>(take(lost));
   return Status();
 }
 

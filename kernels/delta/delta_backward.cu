@@ -87,12 +87,9 @@ struct Work {
   int head;
   int slice;
   bool first, last;  // segment of the sequence
-  bool lost;         // it leaves nothing of a state; only the chunks that do so are gone through
   bool needed;
 
-  template <bool kChannels>
-  __device__ __forceinline__ Work(const DeltaBackArgs& args, int key_size, int groups, bool back,
-                                  std::bool_constant<kChannels>) {
+  __device__ __forceinline__ Work(const DeltaBackArgs& args, int key_size, int groups, bool back) {
     const int value_slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
     const int slices = value_slices + (args.transition ? key_size / kDeltaSlice : 0);
     const int parts = (slices + groups - 1) / groups;
@@ -108,23 +105,9 @@ struct Work {
     chunks = static_cast<int>(segment.last - segment.first);
     first = segment.first == 0, last = segment.last == segment.all;
     needed = segment.real;
-    lost = false;
     if (args.transition) {
-      if constexpr (!kChannels) {
-        const int64_t step = int64_t{args.v_heads} * kDeltaBackFactors;
-        const float* const begin = args.factors + place(args, 0) * kDeltaBackFactors;
-        const int head_chunks = delta_chunks_until_lost(begin, step, chunks);
-        const int tail_chunks = delta_chunks_until_lost(begin + (chunks - 1) * step, -step, chunks);
-        lost = head_chunks > 0 && tail_chunks > 0;
-        if (lost && back) chunks = head_chunks;
-        if (lost && !back) {
-          sequence.begin += (chunks - tail_chunks) * kTokens;
-          sequence.place += chunks - tail_chunks;
-          chunks = tail_chunks;
-        }
-      }
       // Nothing begins with what the last segment leaves, or goes back beyond the first one.
-      const bool factors = !back && !lost && slice + groups > value_slices;
+      const bool factors = !back && slice + groups > value_slices;
       const bool terms = slice < value_slices && !(back ? first : last);
       needed = needed && !(first && last) && (factors || terms);
     }
@@ -473,7 +456,7 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   const bool back = blockIdx.x % 2 == 0;
   if (group == groups) {
     set_registers<kLoad, false>();
-    const Work work(args, kKeySize, groups, back, std::bool_constant<kChannels>());
+    const Work work(args, kKeySize, groups, back);
     if (!work.needed) return;
     if (back) {
       load_stages(memory, work.chunks, [&](int count) {
@@ -487,10 +470,7 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     }
   } else {
     set_registers<kMultiply, true>();
-    const Work work(args, kKeySize, groups, back, std::bool_constant<kChannels>());
-    if (args.transition && !back && work.slice == 0 && threadIdx.x == 0) {
-      args.lost[work.owner(args, false)] = work.lost;
-    }
+    const Work work(args, kKeySize, groups, back);
     if (!work.needed) return;
     State<Format, kKeySize> state;
     state.column = (work.slice + group) * kDeltaSlice;

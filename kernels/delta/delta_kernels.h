@@ -92,7 +92,8 @@ struct DeltaRuleArgs {
   float* factors;
   char* tiles;
   float* transitions;  // [slots, Hv, K, V + K]: what a segment adds, and what it multiplies by
-  int* lost;  // [slots, Hv]: 1 for segments that leave nothing of a state and lack the latter
+  // [slots, Hv] or null: 1 for segments that leave nothing of a state and lack the latter.
+  int* lost;
   float* segment_states;       // [slots, Hv, K, V]: what segments begin with
   const float* initial_state;  // [count, Hv, K, V] or null
   float* final_state;          // likewise

@@ -27,6 +27,7 @@ constexpr int kPairs = kDeltaPairs;
 constexpr int kBlock = kDeltaBlockBytes;
 constexpr int kFactorVectors = kDeltaFactors / 4;
 constexpr int kMultiply = 224, kLoad = 56;  // registers of a thread
+constexpr float kLost = -40.0f;             // the logarithm, base 2, of what counts as nothing
 static_assert(delta_registers_fit(kMultiply, kLoad));
 
 template <int kKeySize, bool kChannels>
@@ -366,6 +367,25 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   }
 }
 
+// The fewest of a segment's last chunks, up to 32, that leave nothing of any state before them; 0
+// if there are none. By whole warps.
+__device__ __forceinline__ int count_until_lost(const DeltaRuleArgs& args, const Work& work) {
+  const int lane = threadIdx.x % 32;
+  const int64_t chunk = work.segment.last - 1 - lane;
+  float left = 0.0f;
+  if (chunk >= work.segment.first) {
+    const int64_t place = (work.sequence.place + chunk) * args.v_heads + work.head;
+    const float* const halves = args.factors + place * kDeltaFactors + 3 * kTokens + 2;
+    left = halves[0] < halves[1] ? halves[1] : halves[0];
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const float other = __shfl_up_sync(kFullWarp, left, lanes);
+    if (lane >= lanes) left += other;
+  }
+  return __ffs(__ballot_sync(kFullWarp, left < kLost));
+}
+
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
 __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     gated_delta_rule(const __grid_constant__ DeltaRuleArgs args) {
@@ -397,13 +417,7 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
   if constexpr (kTransition) {
     if (needed) {
-      int chunks = 0;
-      if constexpr (!kChannels) {
-        const int64_t last = work.sequence.place + work.segment.last - 1;
-        chunks = delta_chunks_until_lost(
-            args.factors + (last * args.v_heads + work.head) * kDeltaFactors,
-            -int64_t{args.v_heads} * kDeltaFactors, work.segment.last - work.segment.first);
-      }
+      const int chunks = kChannels ? 0 : count_until_lost(args, work);
       if (chunks > 0) {
         work.segment.first = work.segment.last - chunks;
         needed = work.slice < value_slices;

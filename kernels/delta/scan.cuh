@@ -61,7 +61,9 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
                     factors + at * pitch + vector, true);
     }
   };
-  const auto is_lost = [&](int64_t number) { return args.lost[owner(number)] != 0; };
+  const auto is_lost = [&](int64_t number) {
+    return !kBack && args.lost != nullptr && args.lost[owner(number)] != 0;
+  };
   const auto load_added = [&](int64_t number) {
     const float* const added =
         kBack ? grads + owner(number) * size + at

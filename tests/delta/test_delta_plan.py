@@ -202,7 +202,7 @@ def test_few_long_sequences_are_divided_for_gradients():
         assert got["pass_grid"] == 2 * slots * heads[1] * slices
         if found:
             chunks = heads[1] * (64 * 64 + 260 + sizes[0] * sizes[1] + 3 * 32 * sizes[1])
-            segments = slots * heads[1] * (sizes[0] * (3 * sizes[1] + sizes[0]) + 1)
+            segments = slots * heads[1] * sizes[0] * (3 * sizes[1] + sizes[0])
             assert got["workspace"] == places * chunks + segments
         return found
 
