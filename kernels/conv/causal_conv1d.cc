@@ -14,6 +14,8 @@ namespace tiercel {
 namespace {
 
 constexpr int64_t kMostRows = 32;  // of a thread
+constexpr int64_t kMostRowsOfFew = 64;
+constexpr int64_t kFewWaves = 2;
 // Threads that run at once.
 constexpr int64_t kWave = int64_t{kDefaultMultiprocessors} * kConvBlocks * kConvThreads;
 
@@ -162,10 +164,14 @@ Status choose(const char* op, const ConvCall& call, ConvArgs* args, ConvPlan* pl
   const int64_t vectors = args->columns / kConvChannels;
   // Short sequences are not joined in a thread, which would load their states one after another.
   const ConvSequences& sequences = args->sequences;
-  const int64_t most =
-      sequences.starts == nullptr ? std::min(kMostRows, sequences.length) : kMostRows;
-  // Whole waves of threads, as few as can be: the rows before a thread's first are read twice.
-  const int64_t waves = ceil_div(ceil_div(rows, most) * vectors, kWave);
+  const int64_t least = sequences.starts == nullptr ? ceil_div(rows, sequences.length) : 1;
+  // Whole waves of threads, as few as can be: the rows before a thread's first are read twice. Of
+  // many waves, those of more rows take a little longer.
+  const auto count_waves = [&](int64_t most) {
+    return ceil_div(std::max(least, ceil_div(rows, most)) * vectors, kWave);
+  };
+  int64_t waves = count_waves(kMostRowsOfFew);
+  if (waves > kFewWaves) waves = count_waves(kMostRows);
   args->rows_per_thread = ceil_div(rows, waves * kWave / vectors);
   const int64_t parts = ceil_div(rows, args->rows_per_thread);
   const int64_t grid = ceil_div(parts * vectors, kConvThreads);

@@ -153,9 +153,9 @@ Status prepare(const DeltaBackwardCall& call, DeltaBackArgs* args, DeltaBackward
   }
   if (places > 0) {
     launches->set(kChunks, part(DeltaPart::kBackChunks), places,
-                  channels ? sizes.v_heads : sizes.k_heads,
+                  channels ? sizes.v_heads : delta_chunk_rows(sizes, places),
                   channels ? kDeltaChannelThreads : kDeltaChunkThreads,
-                  channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
+                  channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size, false));
     launches->set(
         kGradients, part(DeltaPart::kGradients), places, sizes.k_heads, kDeltaGradientThreads,
         channels ? delta_channel_gradients_smem(key_size) : delta_gradients_smem(key_size));

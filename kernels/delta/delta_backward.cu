@@ -213,15 +213,11 @@ struct State {
       rounded[i / 4][i % 4] = pack_pair<Format>(values[2 * i], values[2 * i + 1]);
     }
   }
-  // The rounded elements, to [V, K].
-  __device__ __forceinline__ void store_rounded(char* to) const {
+  // The rounded elements, to [V, K], by way of the warp's columns of a tile.
+  __device__ __forceinline__ void store_rounded(uint32_t tile, char* to) const {
     if (!kept) return;
-    to += (column + thread.column(0)) * kKeySize * 2 + thread.along * 2;
-#pragma unroll
-    for (int i = 0; i < 4 * kDepths; ++i) {
-      *reinterpret_cast<uint32_t*>(to + i % 2 * 8 * kKeySize * 2 + i / 2 * 16) =
-          rounded[i / 4][i % 4];
-    }
+    store_operand_by_tile(tile, thread.warp, to + (column + thread.warp * 16) * kKeySize * 2,
+                          rounded);
   }
   // By one factor, or one of each row.
   template <bool kChannels, typename Stage>
@@ -269,7 +265,7 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     state.load(from, args.value_size, diagonal);
   }
   const int row_bytes = args.value_size * 2;
-  const int first_column = state.column + state.thread.warp * 16 + state.thread.along;
+  const int first_column = state.column + state.thread.warp * 16;
   const int kept = state.kept ? kTokens : 0;  // rows
   float sums[2 * kPairs * 4];
 #pragma unroll
@@ -284,7 +280,9 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     multiply<Format, false>(sums, state.rounded, stage.k, false);
     uint32_t values[kPairs][4], scaled[kPairs][4];
     load_values(values, stage.values + group * kBlock, state.thread.warp);
-    state.store_rounded(args.states + place * size * 2);
+    // The values are in registers: results are stored by way of their place.
+    const uint32_t turned = stage.values + group * kBlock;
+    state.store_rounded(turned, args.states + place * size * 2);
     wgmma_wait<0>();
     wgmma_settle(sums);
 
@@ -308,8 +306,9 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     wgmma_settle(sums);
     wgmma_fence();
     multiply<Format, false>(sums, scaled, stage.solved, false);
-    store_rows(args.rest + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
-               [&](int i) { return values[i / 4][i % 4]; });
+    store_rows_by_tile(turned, state.thread.warp,
+                       args.rest + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
+                       values);
     state.template decay<kChannels>(stage);
     wgmma_wait<0>();
     wgmma_settle(sums);
@@ -329,8 +328,9 @@ __device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
     wgmma_settle(state.values);
     wgmma_fence();
     multiply<Format, true>(state.values, decayed, stage.added, true);
-    store_rows(args.written + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
-               [&](int i) { return written[i / 4][i % 4]; });
+    store_rows_by_tile(turned, state.thread.warp,
+                       args.written + place * kTokens * row_bytes + first_column * 2, row_bytes,
+                       kept, written);
     wgmma_wait<0>();
     wgmma_settle(state.values);
     arrive(memory.empty(count));
@@ -356,7 +356,7 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
     state.load(from, args.value_size, -1);
   }
   const int row_bytes = args.value_size * 2;
-  const int first_column = state.column + state.thread.warp * 16 + state.thread.along;
+  const int first_column = state.column + state.thread.warp * 16;
   float sums[2 * kPairs * 4], scored[2 * kPairs * 4];
 #pragma unroll
   for (int i = 0; i < 2 * kPairs * 4; ++i) sums[i] = scored[i] = 0.0f;
@@ -373,7 +373,8 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
     wgmma_fence();
     multiply<Format, false>(sums, state.rounded, stage.added, false);
     multiply<Format, true>(scored, grad, stage.scores, false);
-    state.store_rounded(args.grad_states + place * size * 2);
+    const uint32_t turned = stage.values + group * kBlock;  // the place of what is in registers
+    state.store_rounded(turned, args.grad_states + place * size * 2);
     wgmma_wait<0>();
     wgmma_settle(sums);
     wgmma_settle(scored);
@@ -421,14 +422,15 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args,
     }
     wgmma_fence();
     multiply<Format, true>(state.values, of_keys, stage.k, true);
-    store_rows(args.grad_rest + place * kTokens * row_bytes + first_column * 2, row_bytes,
-               state.kept ? kTokens : 0, [&](int i) { return of_rest[i / 4][i % 4]; });
+    store_rows_by_tile(turned, state.thread.warp,
+                       args.grad_rest + place * kTokens * row_bytes + first_column * 2, row_bytes,
+                       state.kept ? kTokens : 0, of_rest);
     char* const to =
         const_cast<char*>(
             delta_row(args, args.dv, work.sequence.begin + int64_t{chunk} * kTokens, work.head)) +
         first_column * 2;
-    store_rows(to, args.dv.token, state.kept ? work.rows(chunk) : 0,
-               [&](int i) { return of_values[i / 4][i % 4]; });
+    store_rows_by_tile(turned, state.thread.warp, to, args.dv.token,
+                       state.kept ? work.rows(chunk) : 0, of_values);
     wgmma_wait<0>();
     wgmma_settle(state.values);
     arrive(memory.empty(count));

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -154,6 +155,17 @@ const Kernel* delta_find_kernel(DeltaPart part, int64_t key_size, DType dtype, b
     if (found != nullptr) return &found->kernel;
   }
   return nullptr;
+}
+
+int64_t delta_chunk_rows(const DeltaSizes& sizes, int64_t places) {
+  // Blocks of the heads that share keys multiply these each, but run at once.
+  const int64_t group = sizes.v_heads / sizes.k_heads;
+  int64_t sharing = group;
+  const int64_t most = kDefaultMultiprocessors * kDeltaChunkBlocks;
+  while (group % sharing != 0 || (sharing > 1 && places * sizes.k_heads * sharing > most)) {
+    --sharing;
+  }
+  return sizes.k_heads * sharing;
 }
 
 float delta_scale(float given, int64_t key_size) {

@@ -53,6 +53,10 @@ Status delta_check_workspace(const char* op, const TensorView& view, int64_t siz
 // The kernel of a part of a prompt's call, or null.
 const Kernel* delta_find_kernel(DeltaPart part, int64_t key_size, DType dtype, bool channels);
 
+// The rows of blocks of the first kernel with a gate per head, each `places` blocks: heads of keys
+// times blocks of their heads of values, several if all then run at once.
+int64_t delta_chunk_rows(const DeltaSizes& sizes, int64_t places);
+
 // The factor of the queries: a given number, or NaN for the usual one.
 float delta_scale(float given, int64_t key_size);
 

@@ -21,8 +21,11 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
+// Of one team, on a multiprocessor: as many as registers allow.
+template <int kKeySize, bool kBackward>
+constexpr int kBlocks = kKeySize == 128 && !kBackward ? 4 : 3;
 template <int kKeySize>
-constexpr int kTeamBytes = delta_chunks_smem(kKeySize);
+constexpr int kTeamBytes = delta_chunks_smem(kKeySize, true);
 
 struct Numbers {
   float gate[kTokens];  // sums of the gates' logarithms, base 2
@@ -61,26 +64,29 @@ struct Items {
 };
 
 // With kBackward for gradients: the inverse is left without the betas, which go to the factors.
-template <typename Format, int kKeySize, bool kBackward>
-__global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
+// With kStays a block stays, otherwise it has a chunk.
+template <typename Format, int kKeySize, bool kBackward, bool kStays>
+__global__ void __launch_bounds__(kDeltaChunkThreads*(kStays ? kDeltaChunkTeams : 1),
+                                  kStays ? 1 : kBlocks<kKeySize, kBackward>)
     gated_delta_rule_chunks(const __grid_constant__ DeltaRuleArgs args) {
   constexpr int kTilePitch = kKeySize * 2 + kDeltaPad;
   extern __shared__ __align__(16) char all_shared[];
-  const int team = kBackward ? 0 : threadIdx.y;
+  const int team = kStays ? threadIdx.y : 0;
   char* const shared = all_shared + team * kTeamBytes<kKeySize>;
   char* const q_tile = shared;
   char* const k_tile = q_tile + kTokens * kTilePitch;
-  auto* const matrix = reinterpret_cast<float*>(k_tile + kTokens * kTilePitch);
-  float* const half = matrix + kTokens * kDeltaPitch;
+  // The next chunk is copied while the matrix is in use. Without one, it overwrites the tiles.
+  char* const rest = k_tile + kTokens * kTilePitch;
+  auto* const matrix = reinterpret_cast<float*>(kStays ? rest : shared);
+  float* const half = kStays ? matrix + kTokens * kDeltaPitch : reinterpret_cast<float*>(rest);
   Numbers& numbers = *reinterpret_cast<Numbers*>(half + kDeltaHalf * kDeltaHalfPitch);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool stays = !kBackward && args.ready != nullptr;
+  const int warp = threadIdx.x / 32;
   const Items items(args);
   const uint32_t teams = gridDim.x * kDeltaChunkTeams;
   uint32_t number = blockIdx.x * kDeltaChunkTeams + team;
   grid_dependency_wait();
-  if (stays) {
+  if constexpr (kStays) {
     for (uint32_t i = number + threadIdx.x * teams; i < items.count;
          i += kDeltaChunkThreads * teams) {
       const Item item = items.find(args, i);
@@ -93,7 +99,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
 
   const uint32_t q_at = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile));
   const uint32_t k_at = static_cast<uint32_t>(__cvta_generic_to_shared(k_tile));
-  const int group = args.v_heads / args.k_heads;
+  // The heads of values that a block has, of those that share keys: all, or as many as blocks do.
+  const int sharing = kStays ? 1 : gridDim.y / args.k_heads;
+  const int group = args.v_heads / args.k_heads / sharing;
   const auto copy = [&](const Item& item) {
     const auto [first, rows] = item.chunk;
     if (rows > 0) {
@@ -105,26 +113,27 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
     async_copy_commit();
   };
   const auto find = [&] {
-    if (stays) return items.find(args, number);
-    return Item{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+    if (kStays) return items.find(args, number);
+    return Item{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y) / sharing,
                 delta_chunk(args, blockIdx.x)};
   };
-  if (stays && number >= items.count) return;
+  if (kStays && number >= items.count) return;
   copy(find());
 #pragma unroll 1
   while (true) {
     const Item item = find();
     const int key_head = item.key_head;
-    const int64_t place_of_chunk = item.place;
+    const int first_head = (kStays ? key_head : blockIdx.y) * group;
+    const int place_of_chunk = item.place;
     const auto [first, rows] = item.chunk;
     if (!kBackward && args.starts != nullptr && place_of_chunk < args.places) {
-      clear_strays<kDeltaChunkThreads>(args, place_of_chunk, args.out, key_head * group, group,
+      clear_strays<kDeltaChunkThreads>(args, place_of_chunk, args.out, first_head, group,
                                        args.value_size);
     }
     async_copy_wait<0>();
     delta_chunk_sync(team);
     number += teams;
-    const bool more = stays && number < items.count;
+    const bool more = kStays && number < items.count;
     if (rows > 0) {
       const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile, threadIdx.x) : 1.0f;
       const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile, threadIdx.x) : 1.0f;
@@ -163,8 +172,11 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
 
 #pragma unroll 1
       for (int member = 0; member < group; ++member) {
-        const int head = key_head * group + member;
-        const int64_t place = place_of_chunk * args.v_heads + head;
+        const int head = first_head + member;
+        // Opaque, so that addresses are not kept in registers over all heads, and some spilled.
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if constexpr (!kStays) asm volatile("" : "+r"(lane), "+r"(warp));
+        const int64_t place = int64_t{place_of_chunk} * args.v_heads + head;
         char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
         char* const scores = solved + kDeltaMatrixBytes;
         load_numbers<Format>(args, first, rows, head, numbers.gate, numbers.beta);
@@ -203,7 +215,15 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
           factors[token] = decay * numbers.norm_k[token];
           factors[kTokens + token] = decay * numbers.norm_q[token];
           factors[2 * kTokens + token] = exp2_approx(last - gate) * numbers.norm_k[token];
-          if (token < 4) factors[3 * kTokens + token] = exp2_approx(last);
+          // A token multiplies a state by at most its decay if its key is of length 1 at most, and
+          // its beta from 0 to 2.
+          const float beta = numbers.beta[token];
+          const bool shrinks =
+              __all_sync(kFullWarp, args.l2norm && beta >= 0.0f && beta <= 2.0f) != 0;
+          if (token % 32 == 0) {
+            factors[3 * kTokens + token / 32] = exp2_approx(last);
+            factors[3 * kTokens + 2 + token / 32] = shrinks ? last : 0.0f;
+          }
           if (kBackward) factors[kDeltaFactors + token] = numbers.beta[token];
         }
         delta_chunk_sync(team);
@@ -211,7 +231,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
     } else if (more) {
       copy(find());
     }
-    if (stays && threadIdx.x == 0 && place_of_chunk < args.places) {
+    if (kStays && threadIdx.x == 0 && place_of_chunk < args.places) {
       // The barrier behind the last head has the stores of all of these warps before it. Chunks
       // without tokens count too: where starts decrease, the next kernel may wait for one.
       delta_publish(args.ready + key_head * args.places + place_of_chunk);
@@ -220,19 +240,20 @@ __global__ void __launch_bounds__(kDeltaChunkThreads* kDeltaChunkTeams, 1)
   }
 }
 
-#define TIERCEL_CHUNKS(dtype, size, backward)                                            \
-  {backward ? DeltaPart::kBackChunks : DeltaPart::kChunks, size, DType::k##dtype, false, \
-   Kernel((backward) ? "gated_delta_rule_chunks<" #dtype ", K=" #size ", backward>"      \
-                     : "gated_delta_rule_chunks<" #dtype ", K=" #size ">",               \
-          reinterpret_cast<const void*>(gated_delta_rule_chunks<dtype, size, backward>), \
-          (backward ? 1 : kDeltaChunkTeams) * delta_chunks_smem(size))}
+#define TIERCEL_CHUNKS(dtype, size, part, suffix, backward, stays)                              \
+  {DeltaPart::part, size, DType::k##dtype, false,                                               \
+   Kernel("gated_delta_rule_chunks<" #dtype ", K=" #size suffix ">",                            \
+          reinterpret_cast<const void*>(gated_delta_rule_chunks<dtype, size, backward, stays>), \
+          ((stays) ? kDeltaChunkTeams : 1) * delta_chunks_smem(size, stays))}
+
+#define TIERCEL_CHUNKS_OF(dtype, size)                                     \
+  TIERCEL_CHUNKS(dtype, size, kChunks, "", false, false),                  \
+      TIERCEL_CHUNKS(dtype, size, kStayingChunks, ", stays", false, true), \
+      TIERCEL_CHUNKS(dtype, size, kBackChunks, ", backward", true, false)
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_CHUNKS(BFloat16, 64, false), TIERCEL_CHUNKS(BFloat16, 128, false),
-    TIERCEL_CHUNKS(Float16, 64, false),  TIERCEL_CHUNKS(Float16, 128, false),
-    TIERCEL_CHUNKS(BFloat16, 64, true),  TIERCEL_CHUNKS(BFloat16, 128, true),
-    TIERCEL_CHUNKS(Float16, 64, true),   TIERCEL_CHUNKS(Float16, 128, true),
-};
+    TIERCEL_CHUNKS_OF(BFloat16, 64), TIERCEL_CHUNKS_OF(BFloat16, 128),
+    TIERCEL_CHUNKS_OF(Float16, 64), TIERCEL_CHUNKS_OF(Float16, 128)};
 
 }  // namespace
 

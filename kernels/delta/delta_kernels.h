@@ -91,8 +91,10 @@ struct DeltaRuleArgs {
   char* matrices;
   float* factors;
   char* tiles;
-  float* transitions;     // [slots, Hv, K, V + K]: what a segment adds, and what it multiplies by
-  float* segment_states;  // [slots, Hv, K, V]: what segments begin with
+  float* transitions;  // [slots, Hv, K, V + K]: what a segment adds, and what it multiplies by
+  // [slots, Hv] or null: 1 for segments that leave nothing of a state and lack the latter.
+  int* lost;
+  float* segment_states;       // [slots, Hv, K, V]: what segments begin with
   const float* initial_state;  // [count, Hv, K, V] or null
   float* final_state;          // likewise
   int k_heads;
@@ -128,6 +130,7 @@ struct DeltaBackArgs : DeltaRuleArgs {
 // The kernels of a call, in this order; and those of its gradients.
 enum class DeltaPart {
   kChunks,
+  kStayingChunks,
   kTransitions,
   kScan,
   kRule,
@@ -147,12 +150,15 @@ struct DeltaRuleKernel {
 
 inline constexpr int kDeltaChunk = 64;
 inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
-// Per token: what its row of K S, of Q S and its key are multiplied by; and the decay of the chunk.
-// With a gate per channel: the chunk's decay of each. For gradients also each token's beta.
+// Per token: what its row of K S, of Q S and its key are multiplied by; and the decay of the chunk,
+// twice, and the logarithms, base 2, of what half of its tokens leave of a state at most, each that
+// of all tokens or 0. With a gate per channel: the chunk's decay of each. For gradients also each
+// token's beta.
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
 inline constexpr int kDeltaChunkThreads = 128;
-inline constexpr int kDeltaChunkTeams = 3;        // of so many threads, of a multiprocessor
+inline constexpr int kDeltaChunkBlocks = 4;       // with a chunk each, of a multiprocessor
+inline constexpr int kDeltaChunkTeams = 3;        // of so many threads, of a block that stays
 inline constexpr int kDeltaChannelThreads = 256;  // of a block with a gate per channel
 inline constexpr int kDeltaSlice = 64;            // columns of a state, per warpgroup
 inline constexpr int kDeltaGroups = 2;            // warpgroups of a block that multiply, at most
@@ -165,9 +171,10 @@ inline constexpr int kDeltaScanSmem =
     2 * kDeltaScanSize * (kDeltaScanColumns + kDeltaScanPitch) * 4;
 
 // Shared memory of a block, bytes.
-constexpr int delta_chunks_smem(int key_size) {
-  // q and k with rows of 16 bytes more, a matrix of float32, a half of one, and numbers of tokens.
-  return 2 * kDeltaChunk * (2 * key_size + 16) + kDeltaChunk * (kDeltaChunk + 4) * 4 +
+constexpr int delta_chunks_smem(int key_size, bool stays) {
+  // q and k with rows of 16 bytes more, a matrix of float32, which overwrites them in blocks that
+  // have one chunk, a half of one, and numbers of tokens.
+  return 2 * kDeltaChunk * (2 * key_size + 16) + (stays ? kDeltaChunk * (kDeltaChunk + 4) * 4 : 0) +
          kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
 }
 // The sums of the gates, one and a half tiles of keys, or a matrix and half of one: the largest.

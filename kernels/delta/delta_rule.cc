@@ -15,8 +15,8 @@ constexpr const char* kOp = "gated_delta_rule";
 
 // The launches of a call, in order; null: none.
 struct Launches {
-  const Kernel* kernels[4] = {};
-  LaunchConfig configs[4] = {};
+  const Kernel* kernels[5] = {};
+  LaunchConfig configs[5] = {};
 
   void set(DeltaPart part, const Kernel& kernel, int64_t grid, int64_t heads, int threads,
            int smem) {
@@ -31,18 +31,7 @@ struct Launches {
 
 constexpr int64_t kLeastSegments = 3;  // below, a second pass costs more than it spares
 constexpr int64_t kLeastChunks = 8;    // of a segment
-
-// The length of segments in chunks, if all sequences together leave most multiprocessors idle; 0
-// for whole sequences, as always in the batch-invariant mode.
-int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) {
-  if (batch_invariant()) return 0;
-  const int64_t chunks = places - count;
-  if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return 0;
-  const int64_t blocks = sizes.v_heads * ceil_div(sizes.value_size, kDeltaSlice);
-  const int64_t segments = kDefaultMultiprocessors / blocks;
-  if (sizes.key_size != kDeltaScanSize || segments < kLeastSegments * count) return 0;
-  return std::max(kLeastChunks, ceil_div(chunks, segments));
-}
+constexpr int64_t kLongSegment = 128;  // chunks
 
 // The launch of the last kernel.
 struct Shape {
@@ -53,12 +42,30 @@ struct Shape {
   int64_t beside;  // blocks of the first kernel that run beside those; 0: one waits for the other
 };
 
+// Sets the length of segments and how many slices share a block, if all sequences together leave
+// most multiprocessors idle; not in the batch-invariant mode.
+void divide(const DeltaSizes& sizes, int64_t count, int64_t places, Shape* shape) {
+  const int64_t chunks = places - count;
+  if (batch_invariant() || sizes.key_size != kDeltaScanSize) return;
+  if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return;
+  const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
+  const int64_t segments = kDefaultMultiprocessors / (sizes.v_heads * slices);
+  if (segments < kLeastSegments * count) return;
+  shape->segment_chunks = std::max(kLeastChunks, ceil_div(chunks, segments));
+  // Two slices in a block take less time than twice the segment, which finding what segments do
+  // takes up unless they are long.
+  if (slices > 1 && shape->segment_chunks >= kLongSegment) {
+    shape->groups = 2;
+    shape->segment_chunks = ceil_div(chunks, 2 * segments);
+  }
+}
+
 Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool channels) {
   Shape shape{};
   const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice), states = count * sizes.v_heads;
   // Two slices in a block share keys, queries and matrices.
   shape.groups = slices > 1 && states * slices > kDefaultMultiprocessors ? 2 : 1;
-  shape.segment_chunks = choose_segments(sizes, count, places);
+  divide(sizes, count, places, &shape);
   shape.slots = shape.segment_chunks == 0 ? count : places / shape.segment_chunks + count;
   // A state goes through its chunks one after another, on one multiprocessor. If that leaves half
   // of them idle, the first kernel runs there meanwhile: with a gate per head it then takes less
@@ -77,7 +84,7 @@ Shape choose_shape(const DeltaSizes& sizes, int64_t count, int64_t places, bool 
 
 Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* plan,
                Launches* launches) {
-  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0};
+  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0, 0};
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {call.q, call.k, call.v, call.beta, call.out},
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
@@ -127,6 +134,7 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->places = places;
   plan->grid = shape.blocks;
   plan->chunk_grid = places;
+  plan->chunk_rows = channels ? sizes.v_heads : delta_chunk_rows(sizes, places);
   plan->beside = shape.beside;
   plan->groups = groups;
   plan->segment_chunks = args->segment_chunks;
@@ -136,16 +144,17 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
     return Status::Unimplemented(std::string(kOp) + ": too many tokens or heads for one launch");
   }
   if (places > 0) {
-    launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
-                  channels ? kDeltaChannelThreads : kDeltaChunkThreads,
-                  channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
-    plan->chunks = chunks->name();
     if (shape.beside > 0) {
-      LaunchConfig& config = launches->configs[static_cast<int>(DeltaPart::kChunks)];
-      config.grid = {static_cast<uint32_t>(shape.beside), 1, 1};
-      config.block.y = kDeltaChunkTeams;
-      config.dynamic_smem *= kDeltaChunkTeams;
+      chunks = part(DeltaPart::kStayingChunks);
+      launches->set(DeltaPart::kStayingChunks, *chunks, shape.beside, 1, kDeltaChunkThreads,
+                    kDeltaChunkTeams * delta_chunks_smem(key_size, true));
+      launches->configs[static_cast<int>(DeltaPart::kStayingChunks)].block.y = kDeltaChunkTeams;
+    } else {
+      launches->set(DeltaPart::kChunks, *chunks, places, plan->chunk_rows,
+                    channels ? kDeltaChannelThreads : kDeltaChunkThreads,
+                    channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size, false));
     }
+    plan->chunks = chunks->name();
   }
   if (plan->grid > 0 && (places > 0 || args->final_state != nullptr)) {
     const auto threads = [](int of) { return of * 128 + kDeltaLoaders; };
@@ -168,7 +177,9 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
   const int64_t states = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
   const int64_t transitions = states * (sizes.value_size + key_size);
-  const int64_t flags = shape.beside > 0 ? places * sizes.k_heads : 0;
+  const int64_t flags = shape.beside > 0           ? places * sizes.k_heads
+                        : args->segment_chunks > 0 ? slots * sizes.v_heads
+                                                   : 0;
   plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size + flags;
   if (call.workspace == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *call.workspace, plan->workspace, q));
@@ -178,9 +189,9 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->tiles = reinterpret_cast<char*>(args->factors + factors);
   args->transitions = args->factors + factors + tiles;
   args->segment_states = args->transitions + transitions;
-  if (shape.beside > 0) {
-    args->ready = reinterpret_cast<int*>(args->segment_states + states * sizes.value_size);
-  }
+  auto* const numbers = reinterpret_cast<int*>(args->segment_states + states * sizes.value_size);
+  if (shape.beside > 0) args->ready = numbers;
+  if (args->segment_chunks > 0) args->lost = numbers;
   return Status();
 }
 
@@ -198,7 +209,7 @@ Status delta_rule(const DeltaRuleCall& call, void* stream) {
   Launches launches;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &launches));
   void* arguments[] = {&args};
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 5; ++i) {
     if (launches.kernels[i] == nullptr) continue;
     TIERCEL_RETURN_IF_ERROR(
         launches.kernels[i]->launch(launches.configs[i], call.q->device_index, stream, arguments));

@@ -4,7 +4,8 @@
 // of one is the left operand of the next where it is. One more warpgroup loads.
 //
 // With kTransition the kernel computes what a segment does to any state: from zeros, what it adds;
-// and from the identity, without values, what it multiplies by.
+// and from the identity, without values, what it multiplies by. Where a segment's last chunks leave
+// nothing of a state, it goes through these alone, and the latter is zero.
 #include <cstdint>
 #include <type_traits>
 
@@ -26,6 +27,7 @@ constexpr int kPairs = kDeltaPairs;
 constexpr int kBlock = kDeltaBlockBytes;
 constexpr int kFactorVectors = kDeltaFactors / 4;
 constexpr int kMultiply = 224, kLoad = 56;  // registers of a thread
+constexpr float kLost = -40.0f;             // the logarithm, base 2, of what counts as nothing
 static_assert(delta_registers_fit(kMultiply, kLoad));
 
 template <int kKeySize, bool kChannels>
@@ -195,7 +197,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   float found[2 * kPairs * 4], out[2 * kPairs * 4];
 #pragma unroll
   for (int i = 0; i < 2 * kPairs * 4; ++i) found[i] = out[i] = 0.0f;
-  uint32_t results[kPairs * 4] = {};
+  uint32_t results[kPairs][4] = {};
   const int64_t chunks = work.segment.last - work.segment.first;
   char* to = nullptr;
   if (!kTransition && chunks > 0) {
@@ -338,7 +340,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
       wgmma_settle(out);
 #pragma unroll
       for (int i = 0; i < kPairs * 4; ++i) {
-        results[i] = pack_pair<Format>(out[2 * i], out[2 * i + 1]);
+        results[i / 4][i % 4] = pack_pair<Format>(out[2 * i], out[2 * i + 1]);
       }
     }
     arrive(memory.empty(count));
@@ -363,6 +365,25 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   for (int i = 0; i < 4 * kTiles; ++i) {
     kept[int64_t{place.row(i / 4, i % 4)} * pitch + place.column(i % 4)] = state[i];
   }
+}
+
+// The fewest of a segment's last chunks, up to 32, that leave nothing of any state before them; 0
+// if there are none. By whole warps.
+__device__ __forceinline__ int count_until_lost(const DeltaRuleArgs& args, const Work& work) {
+  const int lane = threadIdx.x % 32;
+  const int64_t chunk = work.segment.last - 1 - lane;
+  float left = 0.0f;
+  if (chunk >= work.segment.first) {
+    const int64_t place = (work.sequence.place + chunk) * args.v_heads + work.head;
+    const float* const halves = args.factors + place * kDeltaFactors + 3 * kTokens + 2;
+    left = halves[0] < halves[1] ? halves[1] : halves[0];
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const float other = __shfl_up_sync(kFullWarp, left, lanes);
+    if (lane >= lanes) left += other;
+  }
+  return __ffs(__ballot_sync(kFullWarp, left < kLost));
 }
 
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
@@ -393,7 +414,19 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
   work.segment = delta_segment(args, work.slot);
   work.sequence = delta_sequence(args, work.segment.index);
   // Nothing begins with what the last segment leaves.
-  const bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
+  bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
+  if constexpr (kTransition) {
+    if (needed) {
+      const int chunks = kChannels ? 0 : count_until_lost(args, work);
+      if (chunks > 0) {
+        work.segment.first = work.segment.last - chunks;
+        needed = work.slice < value_slices;
+      }
+      if (work.slice == 0 && threadIdx.x == 0) {
+        args.lost[int64_t{work.slot} * args.v_heads + work.head] = chunks > 0;
+      }
+    }
+  }
   if (group == groups) {
     set_registers<kLoad, false>();
     const int64_t chunks = work.segment.last - work.segment.first;

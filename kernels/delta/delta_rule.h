@@ -17,7 +17,8 @@ struct DeltaRulePlan {
   const char* kernel;      // the last
   int groups;              // warpgroups that multiply, of its blocks
   int64_t segment_chunks;  // chunks of a segment; 0: sequences are not divided
-  int64_t chunk_grid;
+  int64_t chunk_grid;      // blocks of the first, times
+  int64_t chunk_rows;
   int64_t beside;  // blocks of the first kernel that run beside the last one; 0: one waits
   int64_t grid;
   unsigned dynamic_smem;

@@ -23,7 +23,8 @@ static_assert(sizeof(DeltaScanMemory) == kDeltaScanSmem);
 // has some columns of a head's state; a thread half of them in a row. `from`, or zeros, is what the
 // first segment begins with, or the gradient of what the last one leaves. With kBack, `grads` holds
 // C of each segment, which the gradient of the state before it replaces. The next segment's M is
-// copied ahead, because it is as many bytes as a block can load while it multiplies.
+// copied ahead, because it is as many bytes as a block can load while it multiplies. A segment that
+// leaves nothing of a state has none.
 template <bool kBack>
 __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int block,
                                               DeltaScanMemory& memory, const float* from,
@@ -60,6 +61,9 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
                     factors + at * pitch + vector, true);
     }
   };
+  const auto is_lost = [&](int64_t number) {
+    return !kBack && args.lost != nullptr && args.lost[owner(number)] != 0;
+  };
   const auto load_added = [&](int64_t number) {
     const float* const added =
         kBack ? grads + owner(number) * size + at
@@ -68,17 +72,19 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
   };
   const int64_t steps = chunks == 0 ? 0 : (chunks - 1) / args.segment_chunks;
   if (steps == 0) return;
-  copy(0);
+  bool lost = is_lost(0), next_lost = steps > 1 && is_lost(1);
+  if (!lost) copy(0);
   async_copy_commit();
   float4 added = load_added(0);
 #pragma unroll 1
   for (int64_t number = 0; number < steps; ++number) {
     float4 next = added;
     if (number + 1 < steps) {
-      copy(number + 1);
+      if (!next_lost) copy(number + 1);
       next = load_added(number + 1);
     }
     async_copy_commit();
+    const bool later_lost = number + 2 < steps && is_lost(number + 2);
     float4(&before)[kRows][2] = memory.states[number % 2];
     float (&factors)[kRows][kDeltaScanPitch] = memory.factors[number % 2];
     before[row][half] = state;
@@ -86,7 +92,7 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
     __syncthreads();
     state = added;
 #pragma unroll 8
-    for (int i = 0; i < kRows; i += 4) {
+    for (int i = 0; i < (lost ? 0 : kRows); i += 4) {
       float of_row[4];
       if constexpr (kBack) {
 #pragma unroll
@@ -108,6 +114,7 @@ __device__ __forceinline__ void scan_segments(const DeltaRuleArgs& args, int blo
               : args.segment_states + ((slot + number + 1) * args.v_heads + head) * size + at;
     *reinterpret_cast<float4*>(to) = state;
     added = next;
+    lost = next_lost, next_lost = later_lost;
     __syncthreads();  // before these factors are overwritten
   }
 }

@@ -157,27 +157,12 @@ struct DeltaThread {
   __device__ __forceinline__ int row(int tile, int e) const { return tile * 8 + along + e % 2; }
 };
 
-// Stores rows of tokens from a transposed result, of which `word` gives the pairs.
-template <typename Word>
-__device__ __forceinline__ void store_rows(char* to, int64_t stride, int rows, Word word) {
-  const int across = threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int tile = 0; tile < 2 * kDeltaPairs; ++tile) {
-    const int token = tile * 8 + across;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t pair = warp_transpose(word(2 * tile + i));
-      if (token < rows) *reinterpret_cast<uint32_t*>(to + token * stride + i * 16) = pair;
-    }
-  }
-}
-
 // Stores rows of tokens from a transposed result, whose pairs are `words`, by way of the warp's 16
-// columns of a tile in shared memory: whole sectors of memory, a quarter of the instructions of
-// store_rows(), which would take longer than a chunk's first product.
+// columns of a tile in shared memory: whole sectors of memory, and a quarter of the instructions of
+// stores of 4 bytes, which would take longer than a chunk's first product.
 __device__ __forceinline__ void store_rows_by_tile(uint32_t tile, int warp, char* to,
                                                    int64_t stride, int rows,
-                                                   const uint32_t (&words)[4 * kDeltaPairs]) {
+                                                   const uint32_t (&words)[kDeltaPairs][4]) {
   const int lane = threadIdx.x % 32;
   const auto place = [&](int token, int half) {
     return tile + token * 128 + ((warp * 2 + half) ^ token % 8) * 16;
@@ -187,8 +172,7 @@ __device__ __forceinline__ void store_rows_by_tile(uint32_t tile, int warp, char
   for (int pair = 0; pair < kDeltaPairs; ++pair) {
     const uint32_t at = place(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(words[4 * pair]), "r"(words[4 * pair + 1]), "r"(words[4 * pair + 2]),
-                 "r"(words[4 * pair + 3])
+                 "r"(words[pair][0]), "r"(words[pair][1]), "r"(words[pair][2]), "r"(words[pair][3])
                  : "memory");
   }
   __syncwarp();
@@ -207,6 +191,41 @@ __device__ __forceinline__ void store_rows_by_tile(uint32_t tile, int warp, char
 #pragma unroll
   for (int pair = 0; pair < kDeltaPairs; ++pair, to += 16 * stride) {
     if (pair * 16 + first < rows) store_vector(to, vectors[pair]);
+  }
+}
+
+// Stores the warp's 16 rows of a left operand [64, 16 kDepths], rows of as many elements at `to`,
+// by way of its columns of a tile as store_rows_by_tile() does.
+template <int kDepths>
+__device__ __forceinline__ void store_operand_by_tile(uint32_t tile, int warp, char* to,
+                                                      const uint32_t (&words)[kDepths][4]) {
+  const int lane = threadIdx.x % 32;
+  // Vectors of a row lie eight tokens apart, so that eight rows meet no bank twice.
+  const auto place = [&](int vector, int half) {
+    return tile + (vector * 8 + lane % 8) * 128 + ((warp * 2 + half) ^ lane % 8) * 16;
+  };
+  to += lane % 8 * kDepths * 32 + lane / 8 * 16;
+#pragma unroll
+  for (int part = 0; part < kDepths; part += 4) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t (&four)[4] = words[part + i];
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       place(2 * i + lane / 16, lane / 8 % 2)),
+                   "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3])
+                   : "memory");
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t vector[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(vector[0]), "=r"(vector[1]), "=r"(vector[2]), "=r"(vector[3])
+                   : "r"(place(i / 2 * 4 + lane / 8, i % 2))
+                   : "memory");
+      store_vector(to + i % 2 * 8 * kDepths * 32 + part * 32 + i / 2 * 64, vector);
+    }
   }
 }
 

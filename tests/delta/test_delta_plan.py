@@ -103,11 +103,14 @@ def test_few_long_sequences_are_divided():
         if found:
             places = -(-batch * tokens // 64) + batch
             slots = places // found + batch
-            assert got["grid"] == slots * heads[1] * -(-sizes[1] // 64)
+            assert got["grid"] == slots * heads[1] * -(-sizes[1] // (64 * got["groups"]))
         return found
 
-    assert [chunks(1, 32768, heads) for heads in (8, 16, 22, 23, 64)] == [64, 128, 171, 0, 0]
-    assert chunks(2, 32768, 8) == 128 and chunks(4, 8192, 8) == 0
+    assert [chunks(1, 32768, heads) for heads in (8, 16, 22, 23, 64)] == [64, 64, 86, 0, 0]
+    # Twice as many, with two slices in a block, if they are long.
+    assert [chunks(1, tokens, 8) for tokens in (65024, 65536)] == [127, 64]
+    assert chunks(1, 65536, 16, (128, 64)) == 128
+    assert chunks(2, 32768, 8) == 64 and chunks(4, 8192, 8) == 0
     assert chunks(1, 1536, 1) == 8 and chunks(1, 1472, 1) == 0
     assert chunks(1, 32768, 8, (64, 128)) == 0
     assert chunks(1, 32768, 8, cu_seqlens=ExchangeTensor(2, dtype="int32")) == 64
@@ -133,6 +136,18 @@ def test_first_kernel_beside_the_last():
     assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(3, dtype="int32")) == 68
     assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(4, dtype="int32")) == 0
     assert beside(1, 4096, (16, 32), cu_seqlens=ExchangeTensor(1, dtype="int32")) == 0
+
+
+def test_blocks_that_divide_heads():
+    """Those that share keys, if all blocks run at once."""
+
+    def rows(tokens, *heads, **given):
+        return prompt(ExchangeTensor, 1, tokens, heads=heads, **given)["chunk_rows"]
+
+    assert [rows(tokens, 2, 8) for tokens in (1024, 4096, 8192, 32768)] == [8, 8, 4, 2]
+    assert rows(64, 2, 6) == 6 and rows(4096, 4, 12) == 4 and rows(1024, 16, 32) == 16
+    gates = ExchangeTensor(1, 64, 8, 128, dtype="float32")
+    assert rows(64, 2, 8, sizes=(128, 128), g=gates) == 8
 
 
 def test_workspace(make):

@@ -168,6 +168,17 @@ def test_long_sequences_are_divided(channels, dtype):
         prompt(problem(1, 1537, (1, 1), (128, 16), dtype, channels, gate=gate), initial)
 
 
+def test_segments_that_leave_nothing_of_a_state():
+    """Some do in one head and not in the other; with a beta above 2 a state may grow; and keys
+    whose lengths are not divided out have no bound."""
+    q, k, v, g, beta = problem(1, 1537, (1, 2), (128, 16), gate=0.0)
+    g[:, 512:1024, 0] = -1e-3
+    beta[:, 1000, 1] = 2.5
+    initial = torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(1))
+    prompt((q, k, v, g, beta), initial)
+    prompt((q, k, v, g, beta.clamp(max=1)), initial, l2norm=False)
+
+
 def test_packed_sequences_are_divided():
     starts = torch.tensor([3, 3, 1100, 1101, 2400], dtype=torch.int32)
     initial = torch.randn(4, 1, 128, 16, generator=torch.Generator().manual_seed(1))

@@ -61,6 +61,7 @@ constexpr PlanField<DeltaRulePlan> kRulePlanFields[] = {
     Entry<&DeltaRulePlan::groups>("groups"),
     Entry<&DeltaRulePlan::segment_chunks>("segment_chunks"),
     Entry<&DeltaRulePlan::chunk_grid>("chunk_grid"),
+    Entry<&DeltaRulePlan::chunk_rows>("chunk_rows"),
     Entry<&DeltaRulePlan::beside>("beside"),
     Entry<&DeltaRulePlan::grid>("grid"),
     Entry<&DeltaRulePlan::dynamic_smem>("dynamic_smem"),
