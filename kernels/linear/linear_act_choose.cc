@@ -2,6 +2,7 @@
 // Chooses the kernel with the least estimated time.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -202,6 +203,16 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
   return kind && v.dtype == p.dtype && activation;
 }
 
+// For the trial.
+bool left_out(const LinearActKernel& kernel) {
+  if (kernel.variant.kind != LinearKind::kBlocks) return false;
+  const char* only = std::getenv("TIERCEL_TRY");
+  const std::string name = kernel.kernel.name();
+  const std::string end = name.substr(name.rfind('_'));
+  const bool tried = end == "_s" || end == "_sl" || end == "_slp" || end == "_l";
+  return only == nullptr || *only == 0 ? tried : name != only;
+}
+
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
 // not depend on. The split-K kernels have 64, and suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
@@ -234,7 +245,7 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
   double best = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     const LinearActVariant& v = kernel.variant;
-    if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
+    if (!splits || config.group < 0 || left_out(kernel) || !serves(v, problem) || v.tile_m != config.tile_m ||
         v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k ||
         (v.whole && (config.splits > 1 || !batch_invariant()))) {
       continue;
@@ -266,6 +277,7 @@ LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocess
   double best_time = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     if (!may_choose(kernel.variant, problem)) continue;
+    if (left_out(kernel)) continue;
     LinearActChoice choice;
     const double time = linear_act_estimate(kernel, problem, multiprocessors, &choice);
     if (time < best_time) {

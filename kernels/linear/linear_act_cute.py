@@ -25,6 +25,7 @@ from linear_blocks_cute import (
     BlockScales,
     activate,
     load_tile_scales,
+    load_tile_scales_in_fours,
     multiply_steps,
     producer_group,
     stage_words,
@@ -62,6 +63,7 @@ class LinearAct:
         stages,
         epi_stages,
         kind="plain",
+        trial="",
     ):
         self.name = name
         self.dtype = dtype
@@ -89,8 +91,10 @@ class LinearAct:
         # Parts of a tile that are multiplied in turn, and the scales of w in a stage.
         self.parts_of_x, self.parts_of_w = 1, 2 if tile_n == 256 else 1
         # The orders of linear_blocks_cute.py that were measured to be fastest for these tiles.
-        self.staggers = tile_n == 256
-        self.overlaps = self.blocks and tile_n == 192 and cluster > 1
+        self.staggers = tile_n == 256 or "s" in trial
+        self.in_fours = "l" in trial
+        self.ahead = stages if "p" in trial else 0
+        self.overlaps = self.blocks and tile_n == 192 and cluster > 1 and "s" not in trial
         self.products = 1  # sets of sums of one part
         if self.overlaps:
             self.parts_of_w = self.products = 3
@@ -253,6 +257,19 @@ class LinearAct:
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
+        if const_expr(self.ahead > 0):
+            if warp_index == 0:
+                _, early = copies_of_w(self, tma_w, sw, n, k)
+                _, column = tile_position(
+                    cute.arch.block_idx()[0],
+                    cute.ceil_div(m, self.tile_m),
+                    cute.ceil_div(n, self.width),
+                    group,
+                )
+                steps = cutlass.min(self.ahead, cute.ceil_div(k, self.tile_k))
+                for step in cutlass.range(steps, unroll=1):
+                    with cute.arch.elect_one():
+                        cute.prefetch(tma_w, early[0][None, column, step])
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -303,14 +320,17 @@ class LinearAct:
                         state.advance()
                 ring.producer_tail(state)
             if const_expr(self.blocks):
-                if warp_index == 1:
+                if warp_index >= 1 and warp_index <= (2 if self.in_fours else 1):
                     state = pipeline.make_pipeline_state(
                         pipeline.PipelineUserType.Producer, self.stages
                     )
                     for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
                         row, column = tile_position(tile, rows, columns, group)
                         row = row * self.cluster + rank
-                        state = load_tile_scales(
+                        load = load_tile_scales
+                        if const_expr(self.in_fours):
+                            load = load_tile_scales_in_fours
+                        state = load(
                             *(self, ring, state, (0, k_tiles), storage.bias.data_ptr()),
                             *((x_scale, w_scale, x_step, w_step), (m, n, of_blocks.across)),
                             *(row * self.tile_m, column * self.tile_n),
