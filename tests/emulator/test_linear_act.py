@@ -261,6 +261,7 @@ BLOCK_TILES = [
     (64, 64, True),
     (128, 64, True),
     (128, 128, False),
+    (128, 144, False),
     (128, 192, False),
     (128, 256, False),
 ]
