@@ -2,7 +2,6 @@
 // Chooses the kernel with the least estimated time.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -39,8 +38,9 @@ constexpr double kMoreRows = 1.45;   // and with more, or more than a round
 // Scales of blocks: both warpgroups scale at times, and one that has a tile to itself waits for
 // each step's products.
 constexpr double kScaledTile = 1.25;
-constexpr double kScaledWideTile = 1.05;  // of 256 columns; those of 192
+constexpr double kScaledWideTile = 1.05;  // of 256 columns; those of 192 and 144
 constexpr double kScaledMiddle = 1.15;    // bring more bytes a product
+constexpr int kFewRowsColumns = 144;      // of tiles that serve one row of tiles
 constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
 constexpr double kScaledRow = 2.72;       // and per row of its tile
 
@@ -88,8 +88,8 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double scaling = p.kind != LinearKind::kBlocks ? 1.0
-                         : v.tile_n == 192             ? kScaledMiddle
-                         : v.tile_n > 128              ? kScaledWideTile
+                         : v.tile_n > 192              ? kScaledWideTile
+                         : v.tile_n > 128              ? kScaledMiddle
                                                        : kScaledTile;
   const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
@@ -203,19 +203,10 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
   return kind && v.dtype == p.dtype && activation;
 }
 
-// For the trial.
-bool left_out(const LinearActKernel& kernel) {
-  if (kernel.variant.kind != LinearKind::kBlocks) return false;
-  const char* only = std::getenv("TIERCEL_TRY");
-  const std::string name = kernel.kernel.name();
-  const std::string end = name.substr(name.rfind('_'));
-  const bool tried = end == "_s" || end == "_sl" || end == "_slp" || end == "_l";
-  return only == nullptr || *only == 0 ? tried : name != only;
-}
-
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
 // not depend on. The split-K kernels have 64, and suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
+  if (v.tile_n == kFewRowsColumns && p.m > v.tile_m) return false;  // slower than others there
   if (!batch_invariant()) return serves(v, p) && !v.whole;
   if (fixed_splits(p) > 1) return serves(v, p) && v.split_k && !v.whole;
   return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3);
@@ -245,7 +236,7 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
   double best = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     const LinearActVariant& v = kernel.variant;
-    if (!splits || config.group < 0 || left_out(kernel) || !serves(v, problem) || v.tile_m != config.tile_m ||
+    if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
         v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k ||
         (v.whole && (config.splits > 1 || !batch_invariant()))) {
       continue;
@@ -277,7 +268,6 @@ LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocess
   double best_time = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
     if (!may_choose(kernel.variant, problem)) continue;
-    if (left_out(kernel)) continue;
     LinearActChoice choice;
     const double time = linear_act_estimate(kernel, problem, multiprocessors, &choice);
     if (time < best_time) {

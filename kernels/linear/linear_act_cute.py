@@ -63,7 +63,6 @@ class LinearAct:
         stages,
         epi_stages,
         kind="plain",
-        trial="",
     ):
         self.name = name
         self.dtype = dtype
@@ -92,10 +91,10 @@ class LinearAct:
         # Parts of a tile that are multiplied in turn, and the scales of w in a stage.
         self.parts_of_x, self.parts_of_w = 1, 2 if tile_n == 256 else 1
         # The orders of linear_blocks_cute.py that were measured to be fastest for these tiles.
-        self.staggers = tile_n == 256 or "s" in trial
-        self.in_fours = "l" in trial
-        self.ahead = stages if "p" in trial else 0
-        self.overlaps = self.blocks and tile_n == 192 and cluster > 1 and "s" not in trial
+        self.staggers = self.in_fours = self.blocks and tile_n in (144, 256)
+        self.overlaps = self.blocks and tile_n == 192 and cluster > 1
+        # Steps of w that are on their way to the L2 while the kernel before still runs.
+        self.ahead = stages if self.blocks and tile_n == 144 else 0
         self.products = 1  # sets of sums of one part
         if self.overlaps:
             self.parts_of_w = self.products = 3

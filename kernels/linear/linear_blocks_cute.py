@@ -12,9 +12,9 @@ has halves of 64 rows: one is scaled while the other is multiplied.
 The scales of a stage lie beside it in shared memory: tile_m of rows, then those of w. One warp
 copies them. The multiplying warps read them one step ahead.
 
-Tiles of 192 columns, which begin in the middle of 128, have two scales of w. They serve 65 to 128
-rows, whose bytes one wave of such tiles reads, with one product a step; and narrow w, with three of
-64 columns, each scaled while the next one is computed.
+Tiles of 144 and 192 columns, which begin in the middle of 128, have two scales of w. They serve 65
+to 128 rows, with one product a step, where they fill whole waves. Those of 192 also serve narrow w,
+with three products of 64 columns, each scaled while the next one is computed.
 """
 
 import math
@@ -301,5 +301,5 @@ def _apply(chosen, function, values, first, count):
 
 def producer_group(kernel):
     """Arrivals that fill a stage: the copy engine's, and the threads' that copy scales."""
-    loaders = 2 if getattr(kernel, "in_fours", False) else LOADERS
+    loaders = 2 if kernel.in_fours else LOADERS  # its two warps arrive once each
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + loaders * kernel.blocks)

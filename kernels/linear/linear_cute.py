@@ -72,6 +72,7 @@ _BLOCKS_LARGE = (
     _LARGE[0],
     (128, 192, False, 2, 4, 3),
     (128, 192, False, 1, 5, 1),
+    (128, 144, False, 1, 6, 1),
     (128, 128, False, 1, 6, 1),
 )
 
@@ -124,15 +125,14 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, split_k, 
     )
 
 
-def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, kind="plain", trial=""):
+def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, kind="plain"):
     element = (_DTYPES | _FP8)[dtype][0]
     name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in _WITHOUT)
     name += f"_{tile_m}x{tile_n}" + "_pingpong" * pingpong
     name += "_alone" * (kind == "blocks" and tile_n == 192 and cluster == 1)
-    name += f"_{trial}" * (trial != "")
     kernel = LinearAct(
         *(name, element, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages),
-        *(kind, trial),
+        kind,
     )
     x, w = Pointer("x", element), Pointer("w", element)
     y, sums = Pointer("y", kernel.out_dtype), Pointer("sums", kernel.out_dtype)
@@ -220,15 +220,4 @@ def functions():
         built += [_small("fp8", act, *shape) for shape in _NARROW]
     built += [_large("fp8", "none", *shape, kind="blocks") for shape in _BLOCKS_LARGE]
     built += [_small("fp8", "none", *shape, kind="blocks") for shape in _NARROW]
-    for shape, trial in (
-        (_LARGE[0], "l"),
-        ((128, 192, False, 2, 4, 3), "s"),
-        ((128, 192, False, 2, 4, 3), "sl"),
-        ((128, 192, False, 1, 5, 1), "s"),
-        ((128, 192, False, 1, 5, 1), "sl"),
-        ((128, 192, False, 1, 5, 1), "slp"),
-        ((128, 144, False, 1, 6, 1), "sl"),
-        ((128, 144, False, 1, 6, 1), "slp"),
-    ):
-        built += [_large("fp8", "none", *shape, kind="blocks", trial=trial)]
     return built
