@@ -38,8 +38,9 @@ constexpr double kMoreRows = 1.45;   // and with more, or more than a round
 // Scales of blocks: both warpgroups scale at times, and one that has a tile to itself waits for
 // each step's products.
 constexpr double kScaledTile = 1.25;
-constexpr double kScaledWideTile = 1.05;  // of 256 columns; those of 192
+constexpr double kScaledWideTile = 1.05;  // of 256 columns; those of 192 and 144
 constexpr double kScaledMiddle = 1.15;    // bring more bytes a product
+constexpr int kFewRowsColumns = 144;      // of tiles that serve one row of tiles
 constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
 constexpr double kScaledRow = 2.72;       // and per row of its tile
 
@@ -87,8 +88,8 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double scaling = p.kind != LinearKind::kBlocks ? 1.0
-                         : v.tile_n == 192             ? kScaledMiddle
-                         : v.tile_n > 128              ? kScaledWideTile
+                         : v.tile_n > 192              ? kScaledWideTile
+                         : v.tile_n > 128              ? kScaledMiddle
                                                        : kScaledTile;
   const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
@@ -205,6 +206,7 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
 // not depend on. The split-K kernels have 64, and suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
+  if (v.tile_n == kFewRowsColumns && p.m > v.tile_m) return false;  // slower than others there
   if (!batch_invariant()) return serves(v, p) && !v.whole;
   if (fixed_splits(p) > 1) return serves(v, p) && v.split_k && !v.whole;
   return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3);

@@ -25,6 +25,7 @@ from linear_blocks_cute import (
     BlockScales,
     activate,
     load_tile_scales,
+    load_tile_scales_in_fours,
     multiply_steps,
     producer_group,
     stage_words,
@@ -81,6 +82,7 @@ class LinearAct:
         # Rows of w that lie together in a tile, and columns of the result that come of a tile.
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
+        self.piece = EPI if tile_n % EPI == 0 else 48  # columns that are stored together
         # Floats in shared memory of a tile's columns: biases, and scales.
         self.column_values = tile_n * (2 if self.scaled else 1)
         self.values = CONSUMERS * self.column_values
@@ -89,8 +91,10 @@ class LinearAct:
         # Parts of a tile that are multiplied in turn, and the scales of w in a stage.
         self.parts_of_x, self.parts_of_w = 1, 2 if tile_n == 256 else 1
         # The orders of linear_blocks_cute.py that were measured to be fastest for these tiles.
-        self.staggers = tile_n == 256
+        self.staggers = self.in_fours = self.blocks and tile_n in (144, 256)
         self.overlaps = self.blocks and tile_n == 192 and cluster > 1
+        # Steps of w that are on their way to the L2 while the kernel before still runs.
+        self.ahead = stages if self.blocks and tile_n == 144 else 0
         self.products = 1  # sets of sums of one part
         if self.overlaps:
             self.parts_of_w = self.products = 3
@@ -121,7 +125,7 @@ class LinearAct:
         return (
             swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
             swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
-            swizzled(self.out_dtype, EPI, EPI, CONSUMERS * self.epi_stages),
+            swizzled(self.out_dtype, EPI, self.piece, CONSUMERS * self.epi_stages),
         )
 
     def storage(self):
@@ -140,7 +144,7 @@ class LinearAct:
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return round_up(ring + CONSUMERS * self.epi_stages * EPI * EPI * 2 + self.values * 4)
+        return round_up(ring + CONSUMERS * self.epi_stages * EPI * self.piece * 2 + self.values * 4)
 
     @cute.jit
     def __call__(
@@ -203,7 +207,7 @@ class LinearAct:
             cpasync.CopyBulkTensorTileS2GOp(),
             cute.make_tensor(tensor, cute.make_layout((m, n8), stride=(n8, 1))),
             cute.slice_(layout, (None, None, 0)),
-            (EPI, EPI),
+            (EPI, self.piece),
         )
 
     @cute.kernel
@@ -253,6 +257,19 @@ class LinearAct:
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
+        if const_expr(self.ahead > 0):
+            if warp_index == 0:
+                _, early = copies_of_w(self, tma_w, sw, n, k)
+                _, column = tile_position(
+                    cute.arch.block_idx()[0],
+                    cute.ceil_div(m, self.tile_m),
+                    cute.ceil_div(n, self.width),
+                    group,
+                )
+                steps = cutlass.min(self.ahead, cute.ceil_div(k, self.tile_k))
+                for step in cutlass.range(steps, unroll=1):
+                    with cute.arch.elect_one():
+                        cute.prefetch(tma_w, early[0][None, column, step])
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -303,14 +320,17 @@ class LinearAct:
                         state.advance()
                 ring.producer_tail(state)
             if const_expr(self.blocks):
-                if warp_index == 1:
+                if warp_index >= 1 and warp_index <= (2 if self.in_fours else 1):
                     state = pipeline.make_pipeline_state(
                         pipeline.PipelineUserType.Producer, self.stages
                     )
                     for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
                         row, column = tile_position(tile, rows, columns, group)
                         row = row * self.cluster + rank
-                        state = load_tile_scales(
+                        load = load_tile_scales
+                        if const_expr(self.in_fours):
+                            load = load_tile_scales_in_fours
+                        state = load(
                             *(self, ring, state, (0, k_tiles), storage.bias.data_ptr()),
                             *((x_scale, w_scale, x_step, w_step), (m, n, of_blocks.across)),
                             *(row * self.tile_m, column * self.tile_n),
@@ -346,13 +366,13 @@ class LinearAct:
                 warpgroup.OperandMajorMode.K,
                 Float32,
                 (1, 1, 1),
-                (64, EPI),
+                (64, self.piece),
             )
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
             r2s = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, epi_mma))
             to_sy = r2s.get_slice(wg_thread).partition_D(sy)
             piece = cute.make_rmem_tensor(to_sy.shape[:3], self.out_dtype)
-            gy = cute.zipped_divide(coordinates(m, n), (EPI, EPI))
+            gy = cute.zipped_divide(coordinates(m, n), (EPI, self.piece))
             from_sy, to_y = cpasync.tma_partition(
                 tma_y, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), gy
             )
@@ -458,11 +478,11 @@ class LinearAct:
                     ring.consumer_release(release)
 
                 for half in cutlass.range_constexpr(self.wg_rows // EPI):
-                    for chunk in cutlass.range_constexpr(self.width // EPI):
+                    for chunk in cutlass.range_constexpr(self.width // self.piece):
                         block_row = row * (self.tile_m // EPI) + half
                         if const_expr(not self.pingpong):
                             block_row += consumer * (self.wg_rows // EPI)
-                        place = (block_row, column * (self.width // EPI) + chunk)
+                        place = (block_row, column * (self.width // self.piece) + chunk)
                         first_value = half * (self.tile_n // 2) + chunk * values
                         if const_expr(self.adds):
                             if residual.toint() != 0:
@@ -481,7 +501,7 @@ class LinearAct:
                                             acc[i] *= row_scales[v // 2] * scale
                                         acc[i] += b[v % 2]
                         if const_expr(self.blocks):
-                            add_bias(acc, first_value, bias, place[1] * EPI + lane % 4 * 2, n)
+                            add_bias(acc, first_value, values, bias, place[1] * self.piece + lane % 4 * 2, n)
                             activate(of_blocks.activation, acc, first_value, values)
                         if const_expr(self.saves):
                             if save != 0:
@@ -538,10 +558,10 @@ class LinearAct:
 
 
 @cute.jit
-def add_bias(sums, first, bias, column, n):
+def add_bias(sums, first, count, bias, column, n):
     """To this thread's part of a piece, whose first column is that one."""
     if bias.toint() != 0:
-        for eight in cutlass.range_constexpr(EPI // 8):
+        for eight in cutlass.range_constexpr(count // 4):
             if column + eight * 8 < n:
                 at = (bias + (column + eight * 8)).align(4)
                 two = cute.make_tensor(at, cute.make_layout(2)).load().to(Float32)

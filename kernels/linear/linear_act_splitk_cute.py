@@ -58,7 +58,7 @@ class LinearActSplitK:
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
         self.parts_of_x, self.parts_of_w = tile_m // 64, 1  # as of LinearAct
-        self.overlaps = False
+        self.overlaps = self.in_fours = False
         self.scales_of_w = 1
         self.scale_words = stages * stage_words(tile_m) // 2 * self.blocks
         self.threads = 2 * WARPGROUP

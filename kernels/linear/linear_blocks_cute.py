@@ -12,9 +12,9 @@ has halves of 64 rows: one is scaled while the other is multiplied.
 The scales of a stage lie beside it in shared memory: tile_m of rows, then those of w. One warp
 copies them. The multiplying warps read them one step ahead.
 
-Tiles of 192 columns, which begin in the middle of 128, have two scales of w. They serve 65 to 128
-rows, whose bytes one wave of such tiles reads, with one product a step; and narrow w, with three of
-64 columns, each scaled while the next one is computed.
+Tiles of 144 and 192 columns, which begin in the middle of 128, have two scales of w. They serve 65
+to 128 rows, with one product a step, where they fill whole waves. Those of 192 also serve narrow w,
+with three products of 64 columns, each scaled while the next one is computed.
 """
 
 import math
@@ -25,10 +25,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from activations_cute import ACTIVATIONS
 from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, fixed, start_products
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 LOADERS = 32  # threads that copy scales
+FOUR = 4  # steps whose scales are loaded together
 _OF_W = 4  # places for w's scales in a stage: up to two, and aligned
 _FIRST = 5  # the barrier of a tile's first products
 _CONSUMERS = 256  # threads
@@ -73,6 +74,60 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
 
 
 @cute.jit
+def load_tile_scales_in_fours(
+    kernel, ring, state, steps, scales, p, sizes, first_row, first_column
+):
+    """load_tile_scales by way of registers: the scales of four steps at a time.
+
+    Rows of scales are often a multiple of 128 bytes apart. Copies of 4 bytes a row then meet the
+    same bank of the L1 in each lane, 32 turns for 32 rows, while the tensor cores read shared
+    memory in three of four cycles."""
+    x_scale, w_scale, x_step, w_step = p
+    m, n, across = sizes
+    lane, part = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 1
+    groups = kernel.tile_m // 64
+    first_lane = part * (kernel.tile_m // 2) + lane
+    of_x = cute.make_rmem_tensor((groups, FOUR), Float32)
+    of_w = cute.make_rmem_tensor(FOUR, Float32)
+    of_w.fill(0.0)
+    words = stage_words(kernel.tile_m)
+    to = cute.make_tensor(scales, cute.make_layout(kernel.stages * words))
+    row_of_w = cutlass.min(first_column // SCALE_BLOCK + lane, (n - 1) // SCALE_BLOCK)
+    is_one = first_lane < kernel.scales_of_w
+    start_of_x, start_of_w = x_scale.toint(), w_scale + Int64(row_of_w) * w_step
+    of_all = start_of_x | Int64(x_step * 4) | Int64((across - 1) * 16)
+    wide = (of_all | Int64((steps[0] | steps[1]) * 4)) % 16 == 0 and across == 1
+    for first in cutlass.range(steps[0], steps[1], FOUR, unroll=1):
+        for i in cutlass.range_constexpr(groups):
+            row = cutlass.min(first_row + first_lane + i * 32, m - 1)
+            of_row = x_scale + Int64(row) * x_step
+            if wide:
+                four = cute.make_tensor((of_row + first).align(16), cute.make_layout(FOUR)).load()
+                for j in cutlass.range_constexpr(FOUR):
+                    of_x[i, j] = four[j]
+            else:
+                for j in cutlass.range_constexpr(FOUR):
+                    step = cutlass.min(first + j, steps[1] - 1)
+                    of_x[i, j] = (of_row + Int64(step) * across).load()
+        if is_one:
+            for j in cutlass.range_constexpr(FOUR):
+                of_w[j] = (start_of_w + cutlass.min(first + j, steps[1] - 1)).load()
+        for j in cutlass.range_constexpr(FOUR):
+            if first + j < steps[1]:
+                ring.sync_object_empty.wait(state.index, state.phase)
+                at = state.index * words + first_lane
+                for i in cutlass.range_constexpr(groups):
+                    to[at + i * 32] = of_x[i, j]
+                if is_one:
+                    to[at + kernel.tile_m] = of_w[j]
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(ring.producer_get_barrier(state))
+                state.advance()
+    return state
+
+
+@cute.jit
 def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, at):
     """A tile's steps, at least one; returns the stage behind them. `at`: this lane's first row of
     the tile, the tile's first column, and the warpgroup.
@@ -110,6 +165,10 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
         read.advance()
         is_there = ring.consumer_try_wait(read)
         warpgroup.wait_group(0)
+        if const_expr(kernel.staggers and kernel.parts_of_w == 1):
+            cute.arch.inline_ptx(
+                f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + consumer == 0
+            )
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
         release(kernel, empty + done * 8, lane)
         more = step + 1 < steps
@@ -242,4 +301,5 @@ def _apply(chosen, function, values, first, count):
 
 def producer_group(kernel):
     """Arrivals that fill a stage: the copy engine's, and the threads' that copy scales."""
-    return pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + LOADERS * kernel.blocks)
+    loaders = 2 if kernel.in_fours else LOADERS  # its two warps arrive once each
+    return pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + loaders * kernel.blocks)

@@ -72,6 +72,7 @@ _BLOCKS_LARGE = (
     _LARGE[0],
     (128, 192, False, 2, 4, 3),
     (128, 192, False, 1, 5, 1),
+    (128, 144, False, 1, 6, 1),
     (128, 128, False, 1, 6, 1),
 )
 
@@ -138,12 +139,12 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
     beside = _beside(kernel, 2)
     names = ("m", "n", "k", "group", "save", "x_step", "w_step")
     scalars = [Scalar(name) for name in names + _OF_BLOCKS * kernel.blocks]
+    piece = ((EPI, EPI), "128B") if kernel.piece == EPI else ((EPI, 16), "32B")
     launch = Launch(
         parameters=(
             _operand(kernel, "x", "m", tile_m),
             _operand(kernel, "w", _rows_of_w(kind), kernel.width, cluster),
-            TensorMap("y", ("m", "n"), (EPI, EPI)),
-            TensorMap("sums", ("m", "n"), (EPI, EPI)),
+            *(TensorMap(name, ("m", "n"), *piece) for name in ("y", "sums")),
             *(*beside, *scalars),
         ),
         grid=("blocks", 1, 1),

@@ -42,6 +42,8 @@ def swizzled(dtype, rows, columns, stages, major="k"):
     """Stages of a tile in shared memory, in 128-byte swizzle."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind, order = (kinds.K_SW128, (0, 1, 2)) if major == "k" else (kinds.MN_SW128, (1, 0, 2))
+    if major == "k" and columns * dtype.width // 8 % ROW:
+        kind = kinds.K_SW32
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=order)
 

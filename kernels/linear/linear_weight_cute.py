@@ -63,6 +63,7 @@ class LinearWeight:
         self.stages = stages
         self.multicasts = cluster  # blocks that load parts of each other's tiles
         self.blocks = True  # scales beside the stages
+        self.in_fours = False
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.scales = self.tile_m + tile_n  # of a stage
 

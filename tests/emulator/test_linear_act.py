@@ -261,6 +261,7 @@ BLOCK_TILES = [
     (64, 64, True),
     (128, 64, True),
     (128, 128, False),
+    (128, 144, False),
     (128, 192, False),
     (128, 256, False),
 ]
@@ -270,7 +271,8 @@ BLOCK_TILES = [
 @pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh"])
 def test_scales_of_blocks(tile, act):
     *shape, split_k = tile
-    for m, n, k, splits in ((5, 264, 656, 3), (300, 136, 272, 1), (1, 136, 16, 1)):
+    sizes = ((5, 264, 656, 3), (300, 136, 272, 1), (1, 136, 16, 1), (70, 200, 1024, 2))
+    for m, n, k, splits in sizes:
         x, w, x_scale, w_scale, b, wide_x, wide_w = block_scaled(m, n, k)
         y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
         config = (*shape, False, split_k, splits if split_k else 1, 0)
