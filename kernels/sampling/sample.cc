@@ -2,6 +2,7 @@
 #include "kernels/sampling/sample.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/sampling/sample_kernels.h"
@@ -201,21 +202,34 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-// True if rows are greedy or drawn by their temperature alone, and copies can bring them. Few bytes
-// are sooner read by more blocks; float16 logits are too rare for a kernel.
-bool streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
+bool has_filters(const SampleCall& call, const SampleArgs& args) {
   const SampleNumbers& numbers = call.numbers;
-  const bool filters = call.top_ks != nullptr || call.top_ps != nullptr || call.min_ps != nullptr ||
-                       (numbers.top_k > 0 && numbers.top_k < args.columns) ||
-                       numbers.top_p < 1.0f || numbers.min_p > 0.0f;
-  const int64_t bytes = args.rows * args.columns * dtype_bytes(call.logits->dtype);
-  return call.logits->dtype != DType::kFloat16 && !filters && !penalties &&
-         args.allowed == nullptr && args.segments <= kStreamSegments && bytes >= kStreamLeast &&
-         reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && args.stride % 16 == 0;
+  return call.top_ks != nullptr || call.top_ps != nullptr || call.min_ps != nullptr ||
+         (numbers.top_k > 0 && numbers.top_k < args.columns) || numbers.top_p < 1.0f ||
+         numbers.min_p > 0.0f;
+}
+
+// The kernel of rows without penalties and mask that copies can bring, or null. Few bytes are
+// sooner read by more blocks; float16 logits, and filters of float32 ones, are too rare for a
+// kernel.
+const SampleStreamKernel* streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
+  const DType dtype = call.logits->dtype;
+  const bool filters = has_filters(call, args);
+  const char* trial = std::getenv("TIERCEL_TRIAL_SAMPLE");
+  if (filters && trial != nullptr && trial[0] == '0') return nullptr;
+  const int64_t bytes = args.rows * args.columns * dtype_bytes(dtype);
+  if (penalties || args.allowed != nullptr || args.segments > kStreamSegments ||
+      bytes < kStreamLeast || reinterpret_cast<uintptr_t>(args.logits) % 16 != 0 ||
+      args.stride % 16 != 0) {
+    return nullptr;
+  }
+  return KernelTable(sample_stream_kernels).find([&](const SampleStreamKernel& one) {
+    return one.dtype == dtype && one.filters == filters;
+  });
 }
 
 // Chooses how many blocks share a row: those that make clearly the fewest rounds of rows.
-void stream(SampleArgs* args, SamplePlan* plan) {
+void stream(const SampleStreamKernel& kernel, SampleArgs* args, SamplePlan* plan) {
   const auto fit = [](int64_t blocks) {
     // Clusters of more than two blocks do not fill all multiprocessors.
     return (blocks > 2 ? kClusteredMultiprocessors : kDefaultMultiprocessors) / blocks;
@@ -228,9 +242,14 @@ void stream(SampleArgs* args, SamplePlan* plan) {
   }
   args->blocks = static_cast<uint32_t>(best);
   args->segments_per_block = static_cast<int>(ceil_div(args->segments, best));
+  int64_t smem = kStreamRing + args->segments * kStreamTableBytes;
+  if (kernel.filters) {
+    smem += kSampleThreads / 32 * kStagedSegments * kSampleSegment * dtype_bytes(kernel.dtype);
+    if (args->segments <= kGroupedSegments) smem += args->segments * kStreamTopBytes;
+  }
   *plan = {"", static_cast<int>(best),
-           static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kStreamThreads,
-           static_cast<unsigned>(kStreamRing + args->segments * kStreamTableBytes)};
+           static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kernel.threads,
+           static_cast<unsigned>(smem)};
 }
 
 // The launches of a call.
@@ -250,11 +269,10 @@ Status prepare(const SampleCall& call, Launches* made) {
   made->draw = args;
   made->plan = made->top;
   const DType dtype = call.logits->dtype;
-  if (streams(call, args, penalties)) {
-    stream(&made->draw, &made->plan);
-    made->kernel = &KernelTable(sample_stream_kernels)
-                        .find([&](const SampleStreamKernel& one) { return one.dtype == dtype; })
-                        ->kernel;
+  const SampleStreamKernel* streamed = streams(call, args, penalties);
+  if (streamed != nullptr) {
+    stream(*streamed, &made->draw, &made->plan);
+    made->kernel = &streamed->kernel;
   } else {
     made->kernel = &KernelTable(sample_kernels)
                         .find([&](const SampleKernel& one) {

@@ -12,7 +12,9 @@
 //   2. The last warp waits until a row's table is complete, finds the segment of the token, reads
 //      it once more, from L2, and finds the token. The others are at the next rows meanwhile.
 #include <cstdint>
+#include <type_traits>
 
+#include "kernels/sampling/finish.cuh"
 #include "kernels/sampling/philox.cuh"
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sample_kernels.h"
@@ -40,22 +42,31 @@ __device__ __forceinline__ void arrive_remote(uint64_t* barrier, uint32_t rank) 
       : "memory");
 }
 
-template <typename Format>
-__global__ void __launch_bounds__(kStreamThreads, 1)
+// The threads that find tokens.
+template <bool kFilters>
+constexpr int kFinishers = kFilters ? kSampleThreads : 32;
+
+template <typename Format, bool kFilters>
+__global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
     sample_stream(const __grid_constant__ SampleArgs args) {
   constexpr int kColumns = kPerVector<Format>;  // of a vector
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
   constexpr int kBytes = kSampleSegment * Format::kBytes;  // of a segment
   constexpr int kSlots = kStreamRing / (kStreamWarps * kBytes);
   using Storage = typename Format::Storage;
+  constexpr int kAgain = kFilters ? kWarps * kStagedSegments : 0;  // slots of the finishers
   extern __shared__ uint4 memory[];
   __shared__ uint64_t arrived[kStreamWarps * kSlots];
   __shared__ uint64_t complete[2], consumed[2];  // of the tables of two rows
-  __shared__ uint64_t brought;
+  __shared__ uint64_t brought[kAgain + !kFilters];
+  __shared__ std::conditional_t<kFilters, Shared, char> shared;
   __shared__ __align__(128) uint4 staged[kBytes / kVectorBytes];
-  auto* pairs = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kStreamRing);
+  char* again = reinterpret_cast<char*>(memory) + kStreamRing;  // where the finishers copy to
+  auto* pairs = reinterpret_cast<float2*>(again + kAgain * kBytes);
   auto* masses = reinterpret_cast<uint64_t*>(pairs + 2 * args.segments);
   auto* sums = reinterpret_cast<float*>(masses + args.segments);
+  auto* tops = sums + 2 * args.segments;  // of groups of lanes, where segments are few
+  const bool grouped = kFilters && args.segments <= kGroupedSegments;
   const bool alone = args.blocks == 1;
 
   if (threadIdx.x < kStreamWarps * kSlots) mbarrier_init(&arrived[threadIdx.x], 1);
@@ -64,7 +75,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     mbarrier_init(&complete[threadIdx.x], alone ? kStreamWarps : 1);
     mbarrier_init(&consumed[threadIdx.x], alone ? 32 : args.blocks);
   }
-  if (threadIdx.x == 0) mbarrier_init(&brought, 1);
+  if (threadIdx.x < kAgain + !kFilters) mbarrier_init(&brought[threadIdx.x], 1);
   mbarrier_init_fence();
   __syncthreads();
   if (!alone) {
@@ -80,9 +91,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const int first = min(static_cast<int>(rank) * args.segments_per_block, args.segments);
   const int last = min(first + args.segments_per_block, args.segments);
   const int whole = args.columns / kColumns * kColumns;  // columns that copies bring
-  const auto scale_of = [](float temperature) {
-    return fminf(fmaxf(kLog2E / temperature, 1e-30f), 1e30f);
-  };
 
   const auto of_row = [&](int64_t place) { return args.logits + place * args.stride; };
   // Copies bring a segment but for what is behind the last whole vector.
@@ -124,9 +132,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     uint32_t parity = 0, turn = 0;  // of the slots; rows so far
 #pragma unroll 1
     for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
-      const float temperature = parameter(args.temperature, place);
-      const bool greedy = !(temperature > 0.0f);
-      const float scale = scale_of(temperature);
+      const Rules rules(args, place);
+      const bool has_sums = kFilters ? rules.sums() : !rules.greedy;
       const int table = turn % 2;
       // The table's last row has been read, in all blocks that send to it.
       if (turn >= 2) mbarrier_wait_cluster(&consumed[table], (turn / 2 - 1) % 2);
@@ -144,15 +151,26 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         __syncwarp();
         refill(slot);
         if (++slot == kSlots) slot = 0, parity ^= 1;
-        const float most = warp_largest(largest_of<Format>(words));
+        const int entry = table * args.segments + segment;
+        const float own = largest_of<Format>(words);
+        if (grouped && rules.filters) {
+          float* top = &tops[entry * kGroups + lane / (32 / kGroups)];
+          const float group = largest_of_group(own);
+          const uint32_t place_in = lane % (32 / kGroups);
+          if (alone) {
+            if (place_in == 0) *top = group;
+          } else if (place_in < args.blocks) {
+            send_remote(top, &complete[table], place_in, group);
+          }
+        }
+        const float most = warp_largest(own);
         const float base = most == -kInfinity ? 0.0f : most;
         float sum = 0.0f, plain = 0.0f;
 #pragma unroll 1
-        for (int which = greedy ? 1 : 0; which < (args.logprobs != nullptr ? 2 : 1); ++which) {
-          const float found = segment_sum(values, base, which == 0 ? scale : kLog2E);
+        for (int which = has_sums ? 0 : 1; which < (args.logprobs != nullptr ? 2 : 1); ++which) {
+          const float found = segment_sum(values, base, which == 0 ? rules.scale : kLog2E);
           (which == 0 ? sum : plain) = found;
         }
-        const int entry = table * args.segments + segment;
         if (alone) {
           if (lane == 0) {
             pairs[entry] = make_float2(most, sum);
@@ -165,6 +183,68 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       }
       if (alone && lane == 0) mbarrier_arrive(&complete[table]);
     }
+  } else if constexpr (kFilters) {
+    // A row's logits come once more from the L2, but for a last segment that is not whole.
+    const int cut = (args.segments - 1) * kSampleSegment;
+    const bool has_tail = cut + kSampleSegment > args.columns;
+    const int slots = Finishers::thread() / 32 * kStagedSegments;
+    Staging staging{again + slots * kBytes, &brought[slots], 0};
+    uint32_t turn = 0;
+#pragma unroll 1
+    for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
+      const int table = turn % 2;
+      const Rules rules(args, place);
+      if (has_tail && rank == 0) {
+        const auto* from = reinterpret_cast<const Storage*>(of_row(place)) + cut;
+#pragma unroll
+        for (int i = 0; i < kSampleSegment; i += kSampleThreads) {
+          const int inside = i + Finishers::thread();
+          reinterpret_cast<Storage*>(staged)[inside] =
+              cut + inside < args.columns ? from[inside]
+                                          : static_cast<Storage>(Format::to_bits(-kInfinity));
+        }
+      }
+      if (Finishers::thread() == 0) {
+        const bool own_seed = args.seed.of_rows != nullptr;
+        shared.random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
+                               static_cast<uint64_t>(parameter(args.offset, place)),
+                               static_cast<uint64_t>(own_seed ? 0 : place));
+        if (!alone) {
+          const uint32_t each = sizeof(float2) + (args.logprobs == nullptr ? 0 : sizeof(float)) +
+                                (grouped && rules.filters ? kGroups * sizeof(float) : 0);
+          mbarrier_expect(&complete[table], args.segments * each);
+        }
+      }
+      mbarrier_wait_cluster(&complete[table], turn / 2 % 2);
+      Finishers::sync();
+      if (rank == 0) {
+        Row<Format, Finishers> row{args,
+                                   place,
+                                   0,
+                                   args.segments,
+                                   reinterpret_cast<uint4*>(const_cast<char*>(of_row(place))),
+                                   pairs + table * args.segments,
+                                   masses,
+                                   sums + table * args.segments,
+                                   shared,
+                                   rules.scale,
+                                   0.0f,
+                                   0.0f,
+                                   0.0f,
+                                   tops + table * args.segments * kGroups,
+                                   has_tail ? staged : nullptr,
+                                   &staging,
+                                   nullptr};
+        finish<false>(row, rules, nullptr);
+      }
+      Finishers::sync();
+      if (warp > kStreamWarps) continue;
+      if (alone) {
+        mbarrier_arrive(&consumed[table]);
+      } else if (lane < args.blocks) {
+        arrive_remote(&consumed[table], lane);
+      }
+    }
   } else {
     uint32_t turn = 0, rounds = 0;
 #pragma unroll 1
@@ -174,8 +254,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         const uint32_t each = args.logprobs == nullptr ? sizeof(float2) : sizeof(float2) + 4;
         mbarrier_expect(&complete[table], args.segments * each);
       }
-      const float temperature = parameter(args.temperature, place);
-      const bool greedy = !(temperature > 0.0f);
+      const Rules rules(args, place);
+      const bool greedy = rules.greedy;
       const bool own_seed = args.seed.of_rows != nullptr;
       const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
                                      static_cast<uint64_t>(parameter(args.offset, place)),
@@ -192,10 +272,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                       masses,
                       sums + table * args.segments,
                       reinterpret_cast<Shared&>(memory[0]),  // is not used
-                      scale_of(temperature),
+                      rules.scale,
                       0.0f,
                       0.0f,
-                      0.0f};
+                      0.0f,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
       float largest = -kInfinity;
 #pragma unroll 1
       for (int s = lane; s < args.segments; s += 32) {
@@ -236,8 +320,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                                      &remains);
         }
         if (segment >= first && segment < last) {
-          if (lane == 0) fetch(staged, &brought, place, segment);
-          mbarrier_wait(&brought, rounds++ % 2);
+          if (lane == 0) fetch(staged, brought, place, segment);
+          mbarrier_wait(brought, rounds++ % 2);
           fill(staged, place, segment);
           row.first = segment, row.last = segment + 1;
           const int column = row.find_column(segment, remains, [&](float x) {
@@ -264,11 +348,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
 }
 
-#define TIERCEL_STREAM(type)                          \
-  {DType::k##type, Kernel("sample_stream<" #type ">", \
-                          reinterpret_cast<const void*>(sample_stream<type>), kSampleLargestSmem)}
+#define TIERCEL_STREAM(type, filters)                                                  \
+  {DType::k##type, filters, 32 * kStreamWarps + kFinishers<filters>,                   \
+   Kernel("sample_stream<" #type ", filters=" #filters ">",                            \
+          reinterpret_cast<const void*>(sample_stream<type, filters>), kSampleLargestSmem)}
 
-const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32), TIERCEL_STREAM(BFloat16)};
+const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32, false),
+                                       TIERCEL_STREAM(BFloat16, false),
+                                       TIERCEL_STREAM(BFloat16, true)};
 
 }  // namespace
 
