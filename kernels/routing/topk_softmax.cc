@@ -20,9 +20,8 @@ TopkSoftmaxChoice choose(DType dtype, const TopkSoftmaxArgs& args) {
   // topk_softmax_align: those by rounds.
   const auto fits = [&](const TopkSoftmaxKernel& kernel) {
     if (!batch_invariant()) return kernel.max_rows >= args.rows;
-    return kernel.by_rounds ||
-           (args.descending && kernel.lanes_per_row >= kTopkDescendingLanes &&
-            kernel.max_k == kTopkDescending);
+    return kernel.by_rounds || (args.descending && kernel.lanes_per_row >= kTopkDescendingLanes &&
+                                kernel.max_k == kTopkDescending);
   };
   for (const TopkSoftmaxKernel& kernel : KernelTable(topk_softmax_kernels)) {
     if (kernel.dtype == dtype && fits(kernel) && kernel.max_experts >= args.experts &&

@@ -90,8 +90,8 @@ __device__ __forceinline__ void send(const Row<Format, Team>& row, uint32_t rank
 // The first block chooses among `count` candidates: top_k and top_p 0 and 1 are none, and `whole`
 // is what top_p is a share of, 0 for what top_k keeps.
 template <bool kVerify, typename Format, typename Team>
-__device__ __forceinline__ void choose(const Row<Format, Team>& row, int count, int top_k, float top_p,
-                                       uint64_t whole, uint64_t random, Kept* found) {
+__device__ __forceinline__ void choose(const Row<Format, Team>& row, int count, int top_k,
+                                       float top_p, uint64_t whole, uint64_t random, Kept* found) {
   const int thread = row.thread();
   // Neighbouring threads share a candidate where there are enough threads.
   const int share = count <= kSampleThreads / 8   ? 8

@@ -32,9 +32,7 @@ struct Rules {
   }
 
   // Then top-p is a share of all tokens' weights.
-  __device__ __forceinline__ bool of_all() const {
-    return by_mass && !by_count && !(min_p > 0.0f);
-  }
+  __device__ __forceinline__ bool of_all() const { return by_mass && !by_count && !(min_p > 0.0f); }
   // True if the segments' sums are needed.
   __device__ __forceinline__ bool sums() const { return !greedy && (!filters || of_all()); }
 };
@@ -69,7 +67,8 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
            target = 0;  // of filtered rows: the weight that is kept, and where in the block
   bool has_target = true;
   if (filters && !greedy) {
-    if (rules.min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(rules.min_p), 0.0f) / row.scale);
+    if (rules.min_p > 0.0f)
+      row.limit = fminf(row.limit, fmaxf(-log2f(rules.min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
     bool few = true;  // candidates may be enough for top-p
     if (rules.of_all() && largest < kInfinity) {
@@ -180,13 +179,13 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
     }
     if (rank == 0 && lane == 0) {
       *found = {largest,
-                              row.scale,
-                              filters ? row.limit : kInfinity,
-                              filters ? row.origin : 0.0f,
-                              bound.fixed,
-                              bound.bits,
-                              all,
-                              filters ? kUnit : kFineUnit};
+                row.scale,
+                filters ? row.limit : kInfinity,
+                filters ? row.origin : 0.0f,
+                bound.fixed,
+                bound.bits,
+                all,
+                filters ? kUnit : kFineUnit};
     }
   }
   if (!has_target) return;

@@ -8,7 +8,7 @@
 //   The token: the first, by index, at which the kept weights sum up to more than u of them all.
 //
 // A row is read once. A cluster of 1 to 8 blocks holds it in shared memory, as logits or, with
-// penalties, as float32 (sample_stream.cu has many rows without filters):
+// penalties, as float32 (sample_stream.cu has many rows without penalties and mask):
 //
 //   1. Each warp loads segments of 1024 logits, applies penalties and mask, stores them to shared
 //      memory, and finds each segment's maximum and, without filters, its sum of weights. All

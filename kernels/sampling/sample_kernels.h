@@ -137,15 +137,15 @@ inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 // Multiprocessors of an H100 or H200 that clusters of 4 or 8 large blocks can use.
 inline constexpr int kClusteredMultiprocessors = 120;
 inline constexpr int kStreamWarps = 16;
-inline constexpr int kStreamRing = 128 << 10;                  // bytes
-inline constexpr int kStreamLeastSegments = 16;                // of a block that shares a row
-inline constexpr int64_t kStreamLeast = 8 << 20;               // bytes of all rows
-inline constexpr int kStreamTableBytes = 32;                   // of a segment
+inline constexpr int kStreamRing = 128 << 10;     // bytes
+inline constexpr int kStreamLeastSegments = 16;   // of a block that shares a row
+inline constexpr int64_t kStreamLeast = 8 << 20;  // bytes of all rows
+inline constexpr int kStreamTableBytes = 32;      // of a segment
 // With filters: of a segment of the shortest rows, and of segments that each warp copies once more.
 inline constexpr int kStreamTopBytes = 32;
 inline constexpr int kStagedSegments = 4;
 inline constexpr int kGroupedSegments = 64;  // at most, of a row with maxima of groups of lanes
-inline constexpr int kStreamSegments = 512;                    // at most, of a row
+inline constexpr int kStreamSegments = 512;  // at most, of a row
 
 inline constexpr int kTopLogprobs = 32;  // at most, of a row
 // Dynamic, at most: a pair of floats for each segment of the longest row.

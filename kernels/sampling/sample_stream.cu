@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws a token from each row of logits without filters, penalties or mask: greedy, or by
-// temperature alone. The tokens are those of sample.cu, bit for bit.
+// Draws a token from each row of logits without penalties or mask. The tokens are those of
+// sample.cu, bit for bit.
 //
 // Blocks stay for all their rows, as many as a multiprocessor holds; a cluster of 1 to 8 blocks
 // shares a row.
 //
-//   1. Each warp but the last takes segments of 1024 logits, row after row. It has a ring of slots
-//      of its own in shared memory and refills a slot by a bulk copy as soon as its segment is in
+//   1. Each of 16 warps takes segments of 1024 logits, row after row. It has a ring of slots of its
+//      own in shared memory and refills a slot by a bulk copy as soon as its segment is in
 //      registers, so that all of the ring is in flight, also where one row ends and the next
 //      begins. A segment's maximum and sum of weights go to the tables of all blocks.
-//   2. The last warp waits until a row's table is complete, finds the segment of the token, reads
-//      it once more, from L2, and finds the token. The others are at the next rows meanwhile.
+//   2. Without filters one more warp waits until a row's table is complete, finds the segment of
+//      the token, reads it once more, from L2, and finds the token. The others are at the next rows
+//      meanwhile.
+//   3. With filters eight more warps of the first block do so, by the steps of sample.cu. They read
+//      the segments that a step needs once more, from L2, four ahead of the one they work on.
 #include <cstdint>
 #include <type_traits>
 
@@ -184,7 +187,7 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
       if (alone && lane == 0) mbarrier_arrive(&complete[table]);
     }
   } else if constexpr (kFilters) {
-    // A row's logits come once more from the L2, but for a last segment that is not whole.
+    // Bulk copies cannot bring a last segment that is not whole.
     const int cut = (args.segments - 1) * kSampleSegment;
     const bool has_tail = cut + kSampleSegment > args.columns;
     const int slots = Finishers::thread() / 32 * kStagedSegments;
@@ -348,9 +351,9 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
   }
 }
 
-#define TIERCEL_STREAM(type, filters)                                                  \
-  {DType::k##type, filters, 32 * kStreamWarps + kFinishers<filters>,                   \
-   Kernel("sample_stream<" #type ", filters=" #filters ">",                            \
+#define TIERCEL_STREAM(type, filters)                                \
+  {DType::k##type, filters, 32 * kStreamWarps + kFinishers<filters>, \
+   Kernel("sample_stream<" #type ", filters=" #filters ">",          \
           reinterpret_cast<const void*>(sample_stream<type, filters>), kSampleLargestSmem)}
 
 const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32, false),

@@ -35,7 +35,8 @@ struct Bins {
 
 // Adds up the bins over the cluster, so that all blocks get the same. Returns the sum of all bins.
 template <typename Format, typename Team>
-__device__ __forceinline__ uint64_t add_bins(const Row<Format, Team>& row, bool by_mass, Bins* bins) {
+__device__ __forceinline__ uint64_t add_bins(const Row<Format, Team>& row, bool by_mass,
+                                             Bins* bins) {
   const uint32_t thread = row.thread();
   *bins = {};
 #pragma unroll 2
@@ -77,7 +78,8 @@ __device__ __forceinline__ void clear_bins(const Row<Format, Team>& row) {
 }
 
 template <typename Format, typename Team>
-__device__ __forceinline__ void add_to_bin(const Row<Format, Team>& row, uint32_t bin, uint32_t mass) {
+__device__ __forceinline__ void add_to_bin(const Row<Format, Team>& row, uint32_t bin,
+                                           uint32_t mass) {
   const uint32_t old = atomicAdd(&row.shared.low[bin], mass);
   if (old + mass < old) atomicAdd(&row.shared.high[bin], 1);
 }
@@ -86,7 +88,8 @@ __device__ __forceinline__ void add_to_bin(const Row<Format, Team>& row, uint32_
 // extent, in fixed point, of a window around it. The weight behind a point is estimated by every
 // 16th token: there are many such tokens, and none of them weighs much.
 template <typename Format, typename Team>
-__device__ __forceinline__ uint2 guess(const Row<Format, Team>& row, uint64_t target, uint64_t whole) {
+__device__ __forceinline__ uint2 guess(const Row<Format, Team>& row, uint64_t target,
+                                       uint64_t whole) {
   constexpr int kShift = kFixedBits - kBinBits;
   constexpr int kWords = kSampleSegment / Format::kPerWord, kParts = kWords / 32;
   clear_bins(row);
