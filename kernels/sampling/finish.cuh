@@ -144,19 +144,21 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
       });
       return own;
     };
-    if (!by_count && !by_mass) {
-      mass = 0;
-      row.each_segment(farthest, [&](int segment) { mass += kept_in(segment); });
-      row.meet();  // all have read what gather() published
-    }
-    row.publish(mass);
-    row.meet();
-    all = row.published();
-    target = __umul64hi(row.shared.random, all);
+    if constexpr (Team::kHeld) {
+      if (!by_count && !by_mass) {
+        mass = 0;
+        row.each_segment(farthest, [&](int segment) { mass += kept_in(segment); });
+        row.meet();  // all have read what gather() published
+      }
+      row.publish(mass);
+      row.meet();
+      all = row.published();
+      target = __umul64hi(row.shared.random, all);
 #pragma unroll 1
-    for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
-    // Other blocks' targets are beyond their weights, or have wrapped around.
-    has_target = target < row.published(rank);
+      for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
+      // Other blocks' targets are beyond their weights, or have wrapped around.
+      has_target = target < row.published(rank);
+    }
     if (has_target) {
 #pragma unroll 1
       for (int segment = row.first + warp; segment < row.last; segment += kWarps) {
@@ -199,8 +201,11 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
       return row.has(s) ? row.masses[s] : uint64_t{0};
     };
     segment = row.find_segment(
-        [&](uint64_t sum) { return filters ? target : __umul64hi(row.shared.random, sum); }, amount,
-        &remains);
+        // The sum of one block's segments is not that of all.
+        [&](uint64_t sum) {
+          return filters && Team::kHeld ? target : __umul64hi(row.shared.random, sum);
+        },
+        amount, &remains);
   }
   if (!row.has(segment)) return;
   const int column = row.find_column(segment, remains, [&](float x) {
