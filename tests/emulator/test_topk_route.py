@@ -225,9 +225,11 @@ def test_moe_align_block_size_of_many_experts(ids):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("experts", "k"), [(8, 2), (60, 6), (128, 8), (200, 7), (512, 5), (512, 12)])
+@pytest.mark.parametrize(
+    ("experts", "k"), [(8, 2), (60, 6), (128, 8), (200, 7), (512, 5), (512, 12)]
+)
 def test_batch_invariant_weights(experts, k):
-    """In the mode, those of many rows, of few, and of the two launches in one have the same bits."""
+    """In the mode those of many rows, of few, and of topk_softmax_align have the same bits."""
     scores, _ = problem(1100, experts, BF16)
 
     def weights_of(rows, renormalize):
