@@ -44,8 +44,10 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
   const SampleArgs& args = row.args;
   const int lane = threadIdx.x % 32, warp = row.thread() / 32;
   const uint32_t rank = row.blocks() > 1 ? cluster_rank() : 0;
-  const bool greedy = rules.greedy, by_count = rules.by_count, by_mass = rules.by_mass;
-  const bool grouped = args.segments <= kGroupedSegments;
+  // Rows that are not held have a top-k.
+  const bool greedy = rules.greedy, by_mass = rules.by_mass;
+  const bool by_count = !Team::kHeld || rules.by_count;
+  const bool grouped = row.grouped();
   float largest = -kInfinity;
 #pragma unroll 1
   for (int s = lane; s < args.segments; s += 32) largest = max_or_nan(largest, row.segments[s].x);
@@ -58,7 +60,8 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
     return;
   }
 
-  const bool filters = rules.filters || largest == kInfinity;  // only these tokens have weight
+  const bool filters =
+      !Team::kHeld || rules.filters || largest == kInfinity;  // only these tokens have weight
   if (warp != 0 && (greedy || !filters)) return;
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
@@ -71,7 +74,7 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
       row.limit = fminf(row.limit, fmaxf(-log2f(rules.min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
     bool few = true;  // candidates may be enough for top-p
-    if (rules.of_all() && largest < kInfinity) {
+    if (Team::kHeld && rules.of_all() && largest < kInfinity) {
       float heads = 0.0f;  // the segments' largest weights
 #pragma unroll 1
       for (int s = lane; s < args.segments; s += 32) {
@@ -91,7 +94,7 @@ __device__ __forceinline__ void finish(Row<Format, Team>& row, const Rules& rule
     const float limit = row.limit;
     if (0 < least && least <= min(groups, kReach)) {
       if (warp == 0) {
-        const auto top = [&](int g) { return grouped ? row.tops[g] : row.segments[g].x; };
+        const auto top = [&](int g) { return grouped ? row.shared.tops[g] : row.segments[g].x; };
         constexpr int kZeros = Format::kPerWord == 2 ? 13 : 0;  // of the logits' format in float32
         const float reached = reached_by(groups, least, kZeros, top);
         if (lane == 0) row.shared.bound = row.distance(reached);

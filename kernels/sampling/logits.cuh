@@ -31,6 +31,7 @@ inline constexpr int kSampled = 16;
 inline constexpr float kMargin = 0.125f;
 // In a row with few segments, each segment has the maxima of that many groups of lanes.
 inline constexpr int kGroups = 4;
+inline constexpr int kGroupedSegments = 64;
 
 template <typename T>
 __device__ __forceinline__ T parameter(const SampleParameter<T>& parameter, int64_t row) {

@@ -92,7 +92,6 @@ struct Row {
   float largest;  // of the row
   float limit;    // the largest d that counts
   float origin;   // a power of two above it
-  float* tops;    // the largest of each group of lanes' logits
   // Of a row that is not held: its last segment, if this is not whole, and those that copies bring.
   const uint4* tail;
   Staging* staging;
@@ -101,6 +100,10 @@ struct Row {
   __device__ __forceinline__ static uint32_t thread() { return Team::thread(); }
   __device__ __forceinline__ static void sync() { Team::sync(); }
   __device__ __forceinline__ uint32_t blocks() const { return Team::kHeld ? args.blocks : 1; }
+  // Each segment of a held row that has few has the maxima of groups of lanes.
+  __device__ __forceinline__ bool grouped() const {
+    return Team::kHeld && args.segments <= kGroupedSegments;
+  }
 
   __device__ __forceinline__ bool is_tail(int segment) const {
     return tail != nullptr && segment == last - 1;

@@ -2,7 +2,6 @@
 #include "kernels/sampling/sample.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/sampling/sample_kernels.h"
@@ -209,14 +208,22 @@ bool has_filters(const SampleCall& call, const SampleArgs& args) {
          numbers.min_p > 0.0f;
 }
 
+// Measured: where top-k leaves a few segments to read again, long rows, of which a multiprocessor
+// holds few, gain; the last round of rows must be nearly full.
+bool streams_filtered(const SampleCall& call, const SampleArgs& args) {
+  const int64_t rounds = ceil_div(args.rows, int64_t{kDefaultMultiprocessors});
+  return call.top_ks == nullptr && call.numbers.top_k > 0 && call.numbers.top_k <= kStreamTopK &&
+         args.segments >= kStreamFilteredSegments &&
+         5 * args.rows >= 4 * rounds * kDefaultMultiprocessors;
+}
+
 // The kernel of rows without penalties and mask that copies can bring, or null. Few bytes are
 // sooner read by more blocks; float16 logits, and filters of float32 ones, are too rare for a
 // kernel.
 const SampleStreamKernel* streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
   const DType dtype = call.logits->dtype;
   const bool filters = has_filters(call, args);
-  const char* trial = std::getenv("TIERCEL_TRIAL_SAMPLE");
-  if (filters && trial != nullptr && trial[0] == '0') return nullptr;
+  if (filters && !streams_filtered(call, args)) return nullptr;
   const int64_t bytes = args.rows * args.columns * dtype_bytes(dtype);
   if (penalties || args.allowed != nullptr || args.segments > kStreamSegments ||
       bytes < kStreamLeast || reinterpret_cast<uintptr_t>(args.logits) % 16 != 0 ||
@@ -235,7 +242,8 @@ void stream(const SampleStreamKernel& kernel, SampleArgs* args, SamplePlan* plan
     return (blocks > 2 ? kClusteredMultiprocessors : kDefaultMultiprocessors) / blocks;
   };
   int64_t best = 0, least = 0;
-  for (int64_t blocks = 1; blocks <= kSampleBlocks; blocks *= 2) {
+  const int64_t most = kernel.filters ? 1 : kSampleBlocks;
+  for (int64_t blocks = 1; blocks <= most; blocks *= 2) {
     if (blocks > 1 && ceil_div(args->segments, blocks) < kStreamLeastSegments) break;
     const int64_t cost = ceil_div(args->rows, fit(blocks)) * kSampleBlocks / blocks;
     if (best == 0 || 8 * cost < 7 * least) best = blocks, least = cost;
@@ -245,7 +253,6 @@ void stream(const SampleStreamKernel& kernel, SampleArgs* args, SamplePlan* plan
   int64_t smem = kStreamRing + args->segments * kStreamTableBytes;
   if (kernel.filters) {
     smem += kSampleThreads / 32 * kStagedSegments * kSampleSegment * dtype_bytes(kernel.dtype);
-    if (args->segments <= kGroupedSegments) smem += args->segments * kStreamTopBytes;
   }
   *plan = {"", static_cast<int>(best),
            static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kernel.threads,

@@ -115,14 +115,13 @@ __device__ __forceinline__ void draw(
                 0.0f,
                 0.0f,
                 0.0f,
-                shared.tops,
                 nullptr,
                 nullptr,
                 nullptr};
 
   const Rules rules(args, place);
   const bool sums = rules.sums();
-  const bool grouped = args.segments <= kGroupedSegments;
+  const bool grouped = row.grouped();
   row.scale = rules.scale;
   Changes changes;
   changes.load<kPenalties>(args, place);
@@ -212,7 +211,7 @@ __device__ __forceinline__ void draw(
     }
     if (grouped && rules.filters) {
       const float group = largest_of_group(most);
-      float* top = &row.tops[segment * kGroups + lane / (32 / kGroups)];
+      float* top = &shared.tops[segment * kGroups + lane / (32 / kGroups)];
       if (lane % (32 / kGroups) < args.blocks) store_remote(top, lane % (32 / kGroups), group);
     }
     most = warp_largest(most);

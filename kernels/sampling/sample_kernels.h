@@ -141,11 +141,11 @@ inline constexpr int kStreamRing = 128 << 10;     // bytes
 inline constexpr int kStreamLeastSegments = 16;   // of a block that shares a row
 inline constexpr int64_t kStreamLeast = 8 << 20;  // bytes of all rows
 inline constexpr int kStreamTableBytes = 32;      // of a segment
-// With filters: of a segment of the shortest rows, and of segments that each warp copies once more.
-inline constexpr int kStreamTopBytes = 32;
+// With filters: segments that each warp copies once more at a time, and what is streamed.
 inline constexpr int kStagedSegments = 4;
-inline constexpr int kGroupedSegments = 64;  // at most, of a row with maxima of groups of lanes
-inline constexpr int kStreamSegments = 512;  // at most, of a row
+inline constexpr int kStreamFilteredSegments = 144;  // at least
+inline constexpr int kStreamTopK = 64;               // at most
+inline constexpr int kStreamSegments = 512;          // at most, of a row
 
 inline constexpr int kTopLogprobs = 32;  // at most, of a row
 // Dynamic, at most: a pair of floats for each segment of the longest row.

@@ -12,8 +12,9 @@
 //   2. Without filters one more warp waits until a row's table is complete, finds the segment of
 //      the token, reads it once more, from L2, and finds the token. The others are at the next rows
 //      meanwhile.
-//   3. With filters eight more warps of the first block do so, by the steps of sample.cu. They read
-//      the segments that a step needs once more, from L2, four ahead of the one they work on.
+//   3. With filters eight more warps do so, by the steps of sample.cu, and a block has its rows
+//      alone. They read the segments that a step needs once more, from L2, four ahead of the one
+//      they work on.
 #include <cstdint>
 #include <type_traits>
 
@@ -68,9 +69,7 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
   auto* pairs = reinterpret_cast<float2*>(again + kAgain * kBytes);
   auto* masses = reinterpret_cast<uint64_t*>(pairs + 2 * args.segments);
   auto* sums = reinterpret_cast<float*>(masses + args.segments);
-  auto* tops = sums + 2 * args.segments;  // of groups of lanes, where segments are few
-  const bool grouped = kFilters && args.segments <= kGroupedSegments;
-  const bool alone = args.blocks == 1;
+  const bool alone = kFilters || args.blocks == 1;
 
   if (threadIdx.x < kStreamWarps * kSlots) mbarrier_init(&arrived[threadIdx.x], 1);
   if (threadIdx.x < 2) {
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
 #pragma unroll 1
     for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
       const Rules rules(args, place);
-      const bool has_sums = kFilters ? rules.sums() : !rules.greedy;
+      const bool has_sums = !kFilters && !rules.greedy;
       const int table = turn % 2;
       // The table's last row has been read, in all blocks that send to it.
       if (turn >= 2) mbarrier_wait_cluster(&consumed[table], (turn / 2 - 1) % 2);
@@ -155,18 +154,7 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
         refill(slot);
         if (++slot == kSlots) slot = 0, parity ^= 1;
         const int entry = table * args.segments + segment;
-        const float own = largest_of<Format>(words);
-        if (grouped && rules.filters) {
-          float* top = &tops[entry * kGroups + lane / (32 / kGroups)];
-          const float group = largest_of_group(own);
-          const uint32_t place_in = lane % (32 / kGroups);
-          if (alone) {
-            if (place_in == 0) *top = group;
-          } else if (place_in < args.blocks) {
-            send_remote(top, &complete[table], place_in, group);
-          }
-        }
-        const float most = warp_largest(own);
+        const float most = warp_largest(largest_of<Format>(words));
         const float base = most == -kInfinity ? 0.0f : most;
         float sum = 0.0f, plain = 0.0f;
 #pragma unroll 1
@@ -197,7 +185,7 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
     for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
       const int table = turn % 2;
       const Rules rules(args, place);
-      if (has_tail && rank == 0) {
+      if (has_tail) {
         const auto* from = reinterpret_cast<const Storage*>(of_row(place)) + cut;
 #pragma unroll
         for (int i = 0; i < kSampleSegment; i += kSampleThreads) {
@@ -212,41 +200,28 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
         shared.random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
                                static_cast<uint64_t>(parameter(args.offset, place)),
                                static_cast<uint64_t>(own_seed ? 0 : place));
-        if (!alone) {
-          const uint32_t each = sizeof(float2) + (args.logprobs == nullptr ? 0 : sizeof(float)) +
-                                (grouped && rules.filters ? kGroups * sizeof(float) : 0);
-          mbarrier_expect(&complete[table], args.segments * each);
-        }
       }
-      mbarrier_wait_cluster(&complete[table], turn / 2 % 2);
+      mbarrier_wait(&complete[table], turn / 2 % 2);
       Finishers::sync();
-      if (rank == 0) {
-        Row<Format, Finishers> row{args,
-                                   place,
-                                   0,
-                                   args.segments,
-                                   reinterpret_cast<uint4*>(const_cast<char*>(of_row(place))),
-                                   pairs + table * args.segments,
-                                   masses,
-                                   sums + table * args.segments,
-                                   shared,
-                                   rules.scale,
-                                   0.0f,
-                                   0.0f,
-                                   0.0f,
-                                   tops + table * args.segments * kGroups,
-                                   has_tail ? staged : nullptr,
-                                   &staging,
-                                   nullptr};
-        finish<false>(row, rules, nullptr);
-      }
+      Row<Format, Finishers> row{args,
+                                 place,
+                                 0,
+                                 args.segments,
+                                 reinterpret_cast<uint4*>(const_cast<char*>(of_row(place))),
+                                 pairs + table * args.segments,
+                                 masses,
+                                 sums + table * args.segments,
+                                 shared,
+                                 rules.scale,
+                                 0.0f,
+                                 0.0f,
+                                 0.0f,
+                                 has_tail ? staged : nullptr,
+                                 &staging,
+                                 nullptr};
+      finish<false>(row, rules, nullptr);
       Finishers::sync();
-      if (warp > kStreamWarps) continue;
-      if (alone) {
-        mbarrier_arrive(&consumed[table]);
-      } else if (lane < args.blocks) {
-        arrive_remote(&consumed[table], lane);
-      }
+      if (warp == kStreamWarps) mbarrier_arrive(&consumed[table]);
     }
   } else {
     uint32_t turn = 0, rounds = 0;
@@ -279,7 +254,6 @@ __global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
                       0.0f,
                       0.0f,
                       0.0f,
-                      nullptr,
                       nullptr,
                       nullptr,
                       nullptr};
