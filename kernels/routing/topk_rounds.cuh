@@ -94,6 +94,19 @@ __device__ __forceinline__ bool is_exact(const Scores& scores, const float (&sel
   return lanes_reduce<kLanes>(missing, Sum()) == 0;
 }
 
+// A sum of terms that descend, which loses next to nothing.
+struct DescendingSum {
+  float sum = 0.0f;
+  float lost = 0.0f;  // the rounding error; exact, because the terms descend
+
+  __device__ __forceinline__ void add(float term) {
+    const float longer = sum + term;
+    lost += term - (longer - sum);
+    sum = longer;
+  }
+  __device__ __forceinline__ float total() const { return sum + lost; }
+};
+
 // Processes one row by a warp, from load to store, kUnrolled rounds at a time. Lane l < k gets the
 // l-th index.
 template <typename Keys, int kPerLane, int kUnrolled>
@@ -115,8 +128,7 @@ __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args,
   // Round r finds the row's r-th key: all lanes get it, lane r keeps it, its owner advances.
   Key selected = 0;
   float largest = 0.0f;
-  float sum = 0.0f;
-  float lost = 0.0f;  // the rounding error of the sum; exact, because the terms descend
+  DescendingSum terms;
 #pragma unroll kUnrolled
   for (int round = 0; round < kTopkSoftmaxMaxK; ++round) {
     if (round >= args.k) break;
@@ -126,14 +138,11 @@ __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args,
     for (int i = 0; i + 1 < kPerLane; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
     keys[kPerLane - 1] = mine ? 0 : keys[kPerLane - 1];
     if (round == 0) largest = Keys::score(best);
-    const float term = exp_below(Keys::score(best), largest);
-    const float longer = sum + term;
-    lost += term - (longer - sum);
-    sum = longer;
+    terms.add(exp_below(Keys::score(best), largest));
     selected = lane == round ? best : selected;
   }
 
-  sum += lost;
+  float sum = terms.total();
   if (args.all_scores) sum = lanes_reduce<32>(exp_sum(scores, largest), Sum());
   if (lane < args.k) {
     const float term = exp_below(Keys::score(selected), largest);

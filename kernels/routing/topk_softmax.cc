@@ -15,12 +15,17 @@ namespace {
 
 constexpr char kOp[] = "topk_softmax";
 
-TopkSoftmaxChoice choose(DType dtype, int64_t rows, int experts, int k) {
-  // In the batch-invariant mode one kernel serves any number of rows: that of topk_softmax_align.
-  const bool fixed = batch_invariant();
+TopkSoftmaxChoice choose(DType dtype, const TopkSoftmaxArgs& args) {
+  // In the batch-invariant mode one kernel serves any number of rows, with the sums of
+  // topk_softmax_align: those by rounds.
+  const auto fits = [&](const TopkSoftmaxKernel& kernel) {
+    if (!batch_invariant()) return kernel.max_rows >= args.rows;
+    return kernel.by_rounds || (args.descending && kernel.lanes_per_row >= kTopkDescendingLanes &&
+                                kernel.max_k == kTopkDescending);
+  };
   for (const TopkSoftmaxKernel& kernel : KernelTable(topk_softmax_kernels)) {
-    if (kernel.dtype == dtype && (fixed ? kernel.by_rounds : kernel.max_rows >= rows) &&
-        kernel.max_experts >= experts && kernel.max_k >= k) {
+    if (kernel.dtype == dtype && fits(kernel) && kernel.max_experts >= args.experts &&
+        kernel.max_k >= args.k) {
       return {&kernel, kTopkSoftmaxThreads, true};
     }
   }
@@ -119,7 +124,8 @@ Status topk_softmax_prepare(const char* op, const TensorView& scores, const Tens
   // Dividing the selected weights by their sum cancels the row's denominator.
   args->all_scores = options.softmax_first && !options.renormalize;
   args->int64_indices = indices.dtype == DType::kInt64;
-  *choice = choose(scores.dtype, args->rows, args->experts, args->k);
+  args->descending = batch_invariant() && !args->all_scores;
+  *choice = choose(scores.dtype, *args);
   args->early_launch = launches_early(scores.dtype, grid_size(args->rows, *choice), *choice);
   if (grid_size(args->rows, *choice) > 0x7fffffff) {
     return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +

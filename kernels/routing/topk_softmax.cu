@@ -66,7 +66,19 @@ __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t 
     sum += p * kLanes + lane < args.k ? weight[p] : 0.0f;
   }
   if (args.all_scores) sum = exp_sum(scores, largest);
-  sum = lanes_reduce<kLanes>(sum, Sum());
+  constexpr bool kDescends =
+      Keys::kExact && kLanes >= kTopkDescendingLanes && kTop == kTopkDescending;
+  if (kDescends && args.descending) {
+    DescendingSum terms;
+#pragma unroll
+    for (int i = 0; i < kTop; ++i) {
+      const float term = __shfl_sync(kFullWarp, weight[i / kLanes], i % kLanes, kLanes);
+      if (i < args.k) terms.add(term);
+    }
+    sum = terms.total();
+  } else {
+    sum = lanes_reduce<kLanes>(sum, Sum());
+  }
   const float scale = reciprocal(sum);
 
   bool store = data.experts > 0;

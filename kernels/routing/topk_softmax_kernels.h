@@ -22,6 +22,7 @@ struct TopkSoftmaxArgs {
   int k;
   int vector_bytes;  // per load of scores; the size of a score if the inner stride is not 1
   bool all_scores;   // the weights' denominator is over the whole row, not over the selected
+  bool descending;   // otherwise its terms are added in the order that suits the kernel
   bool int64_indices;
   bool early_launch;  // the dependent grid may be scheduled from the start, not only from the
                       // stores on
@@ -38,6 +39,10 @@ struct TopkSoftmaxKernel {
 };
 
 inline constexpr unsigned kTopkSoftmaxThreads = 128;  // at most, per block
+// Of kernels with at least that many lanes a row, for at most so many selected, sums of these can
+// have the order of those by rounds.
+inline constexpr int kTopkDescendingLanes = 8;
+inline constexpr int kTopkDescending = 8;
 
 // All kernels, by dtype and preference; the first that covers a call is used.
 const TopkSoftmaxKernel* topk_softmax_kernels(int* count);

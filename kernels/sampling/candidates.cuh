@@ -50,10 +50,10 @@ __device__ __forceinline__ float reached_by(int groups, int least, int zeros, To
 
 // Lists each block's tokens up to the limit, if they are few; returns how many of the row there
 // are, and the sum of their weights.
-template <typename Format>
-__device__ __forceinline__ uint32_t gather(const Row<Format>& row, uint64_t* mass) {
-  if (threadIdx.x == 0) row.shared.candidates = 0;
-  __syncthreads();
+template <typename Format, typename Team>
+__device__ __forceinline__ uint32_t gather(const Row<Format, Team>& row, uint64_t* mass) {
+  if (row.thread() == 0) row.shared.candidates = 0;
+  row.sync();
   uint64_t own = 0;
   row.each_segment(row.limit, [&](int segment) {
     if (*const_cast<volatile uint32_t*>(&row.shared.candidates) > kFew) return;
@@ -67,19 +67,19 @@ __device__ __forceinline__ uint32_t gather(const Row<Format>& row, uint64_t* mas
   row.meet();
   uint32_t all = 0;
 #pragma unroll 1
-  for (uint32_t rank = 0; rank < row.args.blocks; ++rank)
+  for (uint32_t rank = 0; rank < row.blocks(); ++rank)
     all += min(row.shared.found[rank].x, kFew + 1);
   *mass = row.published();
   return all;
 }
 
 // Sends the block's candidates to the first block.
-template <typename Format>
-__device__ __forceinline__ void send(const Row<Format>& row, uint32_t rank) {
+template <typename Format, typename Team>
+__device__ __forceinline__ void send(const Row<Format, Team>& row, uint32_t rank) {
   uint32_t place = 0;
 #pragma unroll 1
   for (uint32_t other = 0; other < rank; ++other) place += row.shared.found[other].x;
-  for (uint32_t i = threadIdx.x; rank > 0 && i < row.shared.candidates; i += kSampleThreads) {
+  for (uint32_t i = row.thread(); rank > 0 && i < row.shared.candidates; i += kSampleThreads) {
     const Candidate one = row.shared.few[i];
     store_remote(reinterpret_cast<float2*>(&row.shared.few[place + i]), 0,
                  make_float2(one.d, __int_as_float(one.column)));
@@ -89,10 +89,10 @@ __device__ __forceinline__ void send(const Row<Format>& row, uint32_t rank) {
 
 // The first block chooses among `count` candidates: top_k and top_p 0 and 1 are none, and `whole`
 // is what top_p is a share of, 0 for what top_k keeps.
-template <bool kVerify, typename Format>
-__device__ __forceinline__ void choose(const Row<Format>& row, int count, int top_k, float top_p,
-                                       uint64_t whole, uint64_t random, Kept* found) {
-  const int thread = threadIdx.x;
+template <bool kVerify, typename Format, typename Team>
+__device__ __forceinline__ void choose(const Row<Format, Team>& row, int count, int top_k,
+                                       float top_p, uint64_t whole, uint64_t random, Kept* found) {
+  const int thread = row.thread();
   // Neighbouring threads share a candidate where there are enough threads.
   const int share = count <= kSampleThreads / 8   ? 8
                     : count <= kSampleThreads / 4 ? 4
@@ -101,7 +101,7 @@ __device__ __forceinline__ void choose(const Row<Format>& row, int count, int to
   const int i = thread / share, part = thread % share;
   const int others = i < count ? count : 0;
   if (thread < count) row.shared.weights[thread] = row.weight(row.shared.few[thread].d);
-  __syncthreads();
+  row.sync();
   const Candidate mine = i < count ? row.shared.few[i] : Candidate{0.0f, -1};
   int larger = 0;
   uint64_t above = 0;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void choose(const Row<Format>& row, int count, int to
   }
   const uint64_t kept = row.block_sum(part == 0 ? own : 0);  // all have read the weights
   if (i < count && part == 0) row.shared.weights[i] = own;
-  __syncthreads();
+  row.sync();
   uint64_t before = 0;
 #pragma unroll 4
   for (int j = part; j < others; j += share) {
@@ -136,9 +136,9 @@ __device__ __forceinline__ void choose(const Row<Format>& row, int count, int to
   }
   if constexpr (kVerify) {
     if (thread == 0) row.shared.bin = 0;
-    __syncthreads();
+    row.sync();
     if (own != 0) atomicMax(&row.shared.bin, __float_as_uint(mine.d));
-    __syncthreads();
+    row.sync();
     if (thread == 0) {
       *found = {row.largest, row.scale, row.limit, 0.0f, 0xffffffffu, row.shared.bin, kept, kUnit};
     }

@@ -4,145 +4,17 @@
 #define KERNELS_SAMPLING_ROW_CUH_
 
 #include <cstdint>
-#include <type_traits>
 
+#include "kernels/sampling/logits.cuh"
 #include "kernels/sampling/sample_kernels.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
-
-inline constexpr int kWarps = kSampleThreads / 32;
-inline constexpr int kVectorBytes = 16;
-inline constexpr float kInfinity = __builtin_huge_valf();
-// Weights as whole numbers: of filtered rows, and of one segment of another row.
-inline constexpr float kUnit = 2147483648.0f;         // 2^31
-inline constexpr float kFineUnit = 1099511627776.0f;  // 2^40
-inline constexpr int kFixedBits = 23;                 // of d in fixed point
-inline constexpr int kBinBits = 9;
-static_assert(1 << kBinBits == kSampleBins);
-// Rows with as few candidates need no histograms.
-inline constexpr int kFew = 256;
-static_assert(kFew <= kSampleThreads);
-// A guess where top-p ends: one in so many tokens, and how far the weight of those behind it may be
-// off.
-inline constexpr int kSampled = 16;
-inline constexpr float kMargin = 0.125f;
-// In a row with few segments, each segment has the maxima of that many groups of lanes.
-inline constexpr int kGroups = 4;
-inline constexpr int kGroupedSegments = 64;
-
-template <typename T>
-__device__ __forceinline__ T parameter(const SampleParameter<T>& parameter, int64_t row) {
-  return parameter.of_rows == nullptr ? parameter.of_all : parameter.of_rows[row];
-}
-
-// A NaN wins.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-  return larger;
-}
-
-// The larger value of each 16-bit half of a and b, or NaN.
-template <typename Format>
-__device__ __forceinline__ uint32_t max_pairs_or_nan(uint32_t a, uint32_t b) {
-  uint32_t larger;
-  if constexpr (std::is_same_v<Format, BFloat16>) {
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  } else {
-    static_assert(std::is_same_v<Format, Float16>);
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  }
-  return larger;
-}
-
-// The largest of a lane's logits, or NaN.
-template <typename Format, int kVectors>
-__device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]) {
-  if constexpr (Format::kPerWord == 2) {
-    uint32_t pairs = words[0][0];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (uint32_t word : words[i]) pairs = max_pairs_or_nan<Format>(pairs, word);
-    }
-    float two[2];
-    Format::unpack(pairs, two);
-    return max_or_nan(two[0], two[1]);
-  } else {
-    float most = -kInfinity;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (uint32_t word : words[i]) most = max_or_nan(most, __uint_as_float(word));
-    }
-    return most;
-  }
-}
-
-// The warp's largest value: NaN, as max_or_nan makes it, is the largest of the integers too.
-__device__ __forceinline__ float warp_largest(float value) {
-  const int bits = __float_as_int(value);
-  const int most = __reduce_max_sync(kFullWarp, bits ^ (bits >> 31 & 0x7fffffff));
-  return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
-}
-
-__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(kFullWarp, value, offset);
-  }
-  return value;
-}
-
-// The sum of the values of this lane and of those before it.
-__device__ __forceinline__ uint64_t warp_running_sum(uint64_t value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint64_t below = __shfl_up_sync(kFullWarp, value, offset);
-    if (threadIdx.x % 32 >= offset) value += below;
-  }
-  return value;
-}
-
-// The row's sum of exponentials relative to its largest logit, from the pairs of its segments:
-// their maximum, and their sum relative to that. For one warp.
-template <typename Pair>
-__device__ __forceinline__ float plain_sum(int segments, float largest, Pair pair) {
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int s = threadIdx.x % 32; s < segments; s += 32) {
-    const float2 of_segment = pair(s);
-    const float m = of_segment.x;
-    sum += m == -kInfinity ? 0.0f : of_segment.y * exp2_approx((m - largest) * kLog2E);
-  }
-  return lanes_reduce<32>(sum, Sum());
-}
-
-// The warp's sum of weights of a segment, relative to `base`: in one order everywhere.
-template <int kVectors, int kColumns>
-__device__ __forceinline__ float segment_sum(const float (&values)[kVectors][kColumns], float base,
-                                             float scale) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-    for (float x : values[i]) sum += exp2_approx((x - base) * scale);
-  }
-  return lanes_reduce<32>(sum, Sum());
-}
-
-// ceil(share * whole), at least 1; share below 1.
-__device__ __forceinline__ uint64_t part_of(float share, uint64_t whole) {
-  const uint64_t fixed = __float2ull_rn(fmaxf(share, 0.0f) * 18446744073709551616.0f);
-  const uint64_t up = whole * fixed != 0 ? 1 : 0;
-  const uint64_t part = __umul64hi(whole, fixed) + up;
-  return part == 0 ? 1 : part;
-}
 
 // The tokens that are kept: those up to both.
 struct Bound {
@@ -183,28 +55,35 @@ struct Shared {
   float bound;          // a distance
 };
 
-template <typename Format>
-inline constexpr int kPerVector = kVectorBytes / Format::kBytes;
+// The threads that work on a row whose logits are in the shared memory of a cluster: all.
+struct Cluster {
+  static constexpr bool kHeld = true;
+  __device__ __forceinline__ static uint32_t thread() { return threadIdx.x; }
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+};
 
-// All bits of each half of the word are set where a >= b.
-template <typename Format>
-__device__ __forceinline__ uint32_t pairs_at_least(uint32_t a, uint32_t b) {
-  uint32_t mask;
-  if constexpr (std::is_same_v<Format, BFloat16>) {
-    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-  } else {
-    static_assert(std::is_same_v<Format, Float16>);
-    asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+// Those that work on a row whose logits stay in the L2: the last ones of a block.
+struct Finishers {
+  static constexpr bool kHeld = false;
+  __device__ __forceinline__ static uint32_t thread() { return threadIdx.x - 32 * kStreamWarps; }
+  __device__ __forceinline__ static void sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kSampleThreads) : "memory");
   }
-  return mask;
-}
+};
 
-template <typename Format>
+// Where copies bring segments to a warp.
+struct Staging {
+  char* slots;
+  uint64_t* arrived;
+  uint32_t copies;  // so far
+};
+
+template <typename Format, typename Team = Cluster>
 struct Row {
   const SampleArgs& args;
   int64_t row;
-  int first, last;  // segments of this block
-  uint4* held;
+  int first, last;   // segments of this block
+  uint4* held;       // its logits
   float2* segments;  // maximum and sum of weights of each segment of the row
   uint64_t* masses;  // of each segment
   float* sums;       // of each segment at temperature 1
@@ -213,10 +92,33 @@ struct Row {
   float largest;  // of the row
   float limit;    // the largest d that counts
   float origin;   // a power of two above it
+  // Of a row that is not held: its last segment, if this is not whole, and those that copies bring.
+  const uint4* tail;
+  Staging* staging;
+  mutable const uint4* staged;  // the segment that each_segment() is at, or null
+
+  __device__ __forceinline__ static uint32_t thread() { return Team::thread(); }
+  __device__ __forceinline__ static void sync() { Team::sync(); }
+  __device__ __forceinline__ uint32_t blocks() const { return Team::kHeld ? args.blocks : 1; }
+  // Each segment of a held row that has few has the maxima of groups of lanes.
+  __device__ __forceinline__ bool grouped() const {
+    return Team::kHeld && args.segments <= kGroupedSegments;
+  }
+
+  __device__ __forceinline__ bool is_tail(int segment) const {
+    return tail != nullptr && segment == last - 1;
+  }
+  __device__ __forceinline__ const uint4* logits_of(int segment) const {
+    if constexpr (!Team::kHeld) {
+      if (staged != nullptr) return staged;
+      if (is_tail(segment)) return tail;
+    }
+    return &held[(segment - first) * (kSampleSegment / kPerVector<Format>)];
+  }
 
   __device__ __forceinline__ void meet() const {
-    if (args.blocks == 1) {
-      __syncthreads();
+    if (blocks() == 1) {
+      sync();
     } else {
       cluster_arrive();
       cluster_wait();
@@ -304,7 +206,7 @@ struct Row {
     constexpr int kColumns = kPerVector<Format>, kPerWord = Format::kPerWord;
     static_assert(kSampleSegment == 32 * 32);
     const uint32_t lane = threadIdx.x % 32;
-    const auto* part = &held[(segment - first) * (kSampleSegment / kColumns)];
+    const auto* part = logits_of(segment);
     uint32_t hits = hits_of(part, low_of(to), high_of(from));
 #pragma unroll 1
     for (; hits != 0; hits &= hits - 1) {
@@ -320,18 +222,66 @@ struct Row {
   // Calls f(segment) for this warp's segments that have a token up to the distance.
   template <typename Function>
   __device__ __forceinline__ void each_segment(float to, Function f) const {
+    if constexpr (Team::kHeld) {
 #pragma unroll 1
-    for (int segment = first + threadIdx.x / 32; segment < last; segment += kWarps) {
-      if (distance(segments[segment].x) <= to) f(segment);
+      for (int segment = first + thread() / 32; segment < last; segment += kWarps) {
+        if (distance(segments[segment].x) <= to) f(segment);
+      }
+    } else {
+      each_copied(to, f);
     }
+  }
+
+  // each_segment() with copies of the next segments in flight.
+  template <typename Function>
+  __device__ __forceinline__ void each_copied(float to, Function f) const {
+    constexpr int kBytes = kSampleSegment * Format::kBytes;
+    const int lane = threadIdx.x % 32, warp = thread() / 32;
+#pragma unroll 1
+    for (int begin = first + warp; begin < last; begin += 32 * kWarps) {
+      const int own = begin + lane * kWarps;
+      const bool has = own < last && distance(segments[min(own, last - 1)].x) <= to;
+      unsigned hits = __ballot_sync(kFullWarp, has), ahead = hits;
+      const auto segment_of = [&](unsigned bits) { return begin + (__ffs(bits) - 1) * kWarps; };
+      uint32_t issued = staging->copies;
+      const auto fetch = [&] {
+        if (ahead == 0) return;
+        const int segment = segment_of(ahead);
+        ahead &= ahead - 1;
+        if (is_tail(segment)) return;
+        const uint32_t slot = issued++ % kStagedSegments;
+        if (lane != 0) return;
+        mbarrier_expect(&staging->arrived[slot], kBytes);
+        bulk_load(staging->slots + slot * kBytes,
+                  reinterpret_cast<const char*>(held) + static_cast<int64_t>(segment) * kBytes,
+                  kBytes, &staging->arrived[slot]);
+      };
+#pragma unroll 1
+      for (int i = 0; i < kStagedSegments; ++i) fetch();
+#pragma unroll 1
+      for (; hits != 0; hits &= hits - 1) {
+        const int segment = segment_of(hits);
+        if (is_tail(segment)) {
+          staged = tail;
+        } else {
+          const uint32_t copy = staging->copies++, slot = copy % kStagedSegments;
+          mbarrier_wait(&staging->arrived[slot], copy / kStagedSegments % 2);
+          staged = reinterpret_cast<const uint4*>(staging->slots + slot * kBytes);
+        }
+        f(segment);
+        __syncwarp();
+        fetch();
+      }
+    }
+    staged = nullptr;
   }
 
   // The sum of the values of all threads of the block.
   __device__ __forceinline__ uint64_t block_sum(uint64_t value) const {
     value = warp_sum(value);
-    __syncthreads();  // the last sum has been read
-    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = value;
-    __syncthreads();
+    sync();  // the last sum has been read
+    if (thread() % 32 == 0) shared.of_warps[thread() / 32] = value;
+    sync();
     value = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) value += shared.of_warps[warp];
@@ -341,9 +291,9 @@ struct Row {
   // Sends the block's number of candidates, and the sum of its threads' values, to all blocks.
   __device__ __forceinline__ void publish(uint64_t own) const {
     own = block_sum(own);
-    if (threadIdx.x < args.blocks) {
-      const uint32_t rank = args.blocks > 1 ? cluster_rank() : 0;
-      store_remote(reinterpret_cast<float4*>(&shared.found[rank]), threadIdx.x,
+    if (thread() < blocks()) {
+      const uint32_t rank = blocks() > 1 ? cluster_rank() : 0;
+      store_remote(reinterpret_cast<float4*>(&shared.found[rank]), thread(),
                    make_float4(__uint_as_float(shared.candidates), 0.0f,
                                __uint_as_float(static_cast<uint32_t>(own)),
                                __uint_as_float(static_cast<uint32_t>(own >> 32))));
@@ -357,7 +307,7 @@ struct Row {
   __device__ __forceinline__ uint64_t published() const {
     uint64_t all = 0;
 #pragma unroll 1
-    for (uint32_t rank = 0; rank < args.blocks; ++rank) all += published(rank);
+    for (uint32_t rank = 0; rank < blocks(); ++rank) all += published(rank);
     return all;
   }
 
@@ -410,7 +360,7 @@ struct Row {
     for (int v = lane; v < kSampleSegment / kPerVector<Format>; v += 32) {
       uint32_t words[4];
       float values[kPerVector<Format>];
-      load_vector(words, &held[(segment - first) * (kSampleSegment / kPerVector<Format>)+v]);
+      load_vector(words, &logits_of(segment)[v]);
       unpack<Format>(words, values);
       uint64_t own = 0;
       int column = -1, last_own = -1;

@@ -201,36 +201,62 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-// True if rows are greedy or drawn by their temperature alone, and copies can bring them. Few bytes
-// are sooner read by more blocks; float16 logits are too rare for a kernel.
-bool streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
+bool has_filters(const SampleCall& call, const SampleArgs& args) {
   const SampleNumbers& numbers = call.numbers;
-  const bool filters = call.top_ks != nullptr || call.top_ps != nullptr || call.min_ps != nullptr ||
-                       (numbers.top_k > 0 && numbers.top_k < args.columns) ||
-                       numbers.top_p < 1.0f || numbers.min_p > 0.0f;
-  const int64_t bytes = args.rows * args.columns * dtype_bytes(call.logits->dtype);
-  return call.logits->dtype != DType::kFloat16 && !filters && !penalties &&
-         args.allowed == nullptr && args.segments <= kStreamSegments && bytes >= kStreamLeast &&
-         reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && args.stride % 16 == 0;
+  return call.top_ks != nullptr || call.top_ps != nullptr || call.min_ps != nullptr ||
+         (numbers.top_k > 0 && numbers.top_k < args.columns) || numbers.top_p < 1.0f ||
+         numbers.min_p > 0.0f;
+}
+
+// Measured: where top-k leaves a few segments to read again, long rows, of which a multiprocessor
+// holds few, gain; the last round of rows must be nearly full.
+bool streams_filtered(const SampleCall& call, const SampleArgs& args) {
+  const int64_t rounds = ceil_div(args.rows, int64_t{kDefaultMultiprocessors});
+  return call.top_ks == nullptr && call.numbers.top_k > 0 && call.numbers.top_k <= kStreamTopK &&
+         args.segments >= kStreamFilteredSegments &&
+         5 * args.rows >= 4 * rounds * kDefaultMultiprocessors;
+}
+
+// The kernel of rows without penalties and mask that copies can bring, or null. Few bytes are
+// sooner read by more blocks; float16 logits, and filters of float32 ones, are too rare for a
+// kernel.
+const SampleStreamKernel* streams(const SampleCall& call, const SampleArgs& args, bool penalties) {
+  const DType dtype = call.logits->dtype;
+  const bool filters = has_filters(call, args);
+  if (filters && !streams_filtered(call, args)) return nullptr;
+  const int64_t bytes = args.rows * args.columns * dtype_bytes(dtype);
+  if (penalties || args.allowed != nullptr || args.segments > kStreamSegments ||
+      bytes < kStreamLeast || reinterpret_cast<uintptr_t>(args.logits) % 16 != 0 ||
+      args.stride % 16 != 0) {
+    return nullptr;
+  }
+  return KernelTable(sample_stream_kernels).find([&](const SampleStreamKernel& one) {
+    return one.dtype == dtype && one.filters == filters;
+  });
 }
 
 // Chooses how many blocks share a row: those that make clearly the fewest rounds of rows.
-void stream(SampleArgs* args, SamplePlan* plan) {
+void stream(const SampleStreamKernel& kernel, SampleArgs* args, SamplePlan* plan) {
   const auto fit = [](int64_t blocks) {
     // Clusters of more than two blocks do not fill all multiprocessors.
     return (blocks > 2 ? kClusteredMultiprocessors : kDefaultMultiprocessors) / blocks;
   };
   int64_t best = 0, least = 0;
-  for (int64_t blocks = 1; blocks <= kSampleBlocks; blocks *= 2) {
+  const int64_t most = kernel.filters ? 1 : kSampleBlocks;
+  for (int64_t blocks = 1; blocks <= most; blocks *= 2) {
     if (blocks > 1 && ceil_div(args->segments, blocks) < kStreamLeastSegments) break;
     const int64_t cost = ceil_div(args->rows, fit(blocks)) * kSampleBlocks / blocks;
     if (best == 0 || 8 * cost < 7 * least) best = blocks, least = cost;
   }
   args->blocks = static_cast<uint32_t>(best);
   args->segments_per_block = static_cast<int>(ceil_div(args->segments, best));
+  int64_t smem = kStreamRing + args->segments * kStreamTableBytes;
+  if (kernel.filters) {
+    smem += kSampleThreads / 32 * kStagedSegments * kSampleSegment * dtype_bytes(kernel.dtype);
+  }
   *plan = {"", static_cast<int>(best),
-           static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kStreamThreads,
-           static_cast<unsigned>(kStreamRing + args->segments * kStreamTableBytes)};
+           static_cast<unsigned>(std::min(args->rows, fit(best)) * best), kernel.threads,
+           static_cast<unsigned>(smem)};
 }
 
 // The launches of a call.
@@ -250,11 +276,10 @@ Status prepare(const SampleCall& call, Launches* made) {
   made->draw = args;
   made->plan = made->top;
   const DType dtype = call.logits->dtype;
-  if (streams(call, args, penalties)) {
-    stream(&made->draw, &made->plan);
-    made->kernel = &KernelTable(sample_stream_kernels)
-                        .find([&](const SampleStreamKernel& one) { return one.dtype == dtype; })
-                        ->kernel;
+  const SampleStreamKernel* streamed = streams(call, args, penalties);
+  if (streamed != nullptr) {
+    stream(*streamed, &made->draw, &made->plan);
+    made->kernel = &streamed->kernel;
   } else {
     made->kernel = &KernelTable(sample_kernels)
                         .find([&](const SampleKernel& one) {

@@ -8,7 +8,7 @@
 //   The token: the first, by index, at which the kept weights sum up to more than u of them all.
 //
 // A row is read once. A cluster of 1 to 8 blocks holds it in shared memory, as logits or, with
-// penalties, as float32 (sample_stream.cu has many rows without filters):
+// penalties, as float32 (sample_stream.cu has many rows without penalties and mask):
 //
 //   1. Each warp loads segments of 1024 logits, applies penalties and mask, stores them to shared
 //      memory, and finds each segment's maximum and, without filters, its sum of weights. All
@@ -29,14 +29,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/sampling/candidates.cuh"
 #include "kernels/sampling/changes.cuh"
+#include "kernels/sampling/finish.cuh"
 #include "kernels/sampling/kept.cuh"
 #include "kernels/sampling/philox.cuh"
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sample_kernels.h"
-#include "kernels/sampling/threshold.cuh"
-#include "kernels/sampling/values.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
@@ -116,21 +114,15 @@ __device__ __forceinline__ void draw(
                 0.0f,
                 0.0f,
                 0.0f,
-                0.0f};
+                0.0f,
+                nullptr,
+                nullptr,
+                nullptr};
 
-  const float temperature = parameter(args.temperature, place);
-  const int top_k = parameter(args.top_k, place);
-  const float top_p = parameter(args.top_p, place);
-  const float min_p = parameter(args.min_p, place);
-  const bool greedy = !(temperature > 0.0f);
-  const bool by_count = top_k > 0 && top_k < args.columns;
-  const bool by_mass = top_p < 1.0f;
-  bool filters = by_count || by_mass || min_p > 0.0f;
-  // Then top-p is a share of all tokens' weights.
-  const bool of_all = by_mass && !by_count && !(min_p > 0.0f);
-  const bool sums = !greedy && (!filters || of_all);
-  const bool grouped = args.segments <= kGroupedSegments;
-  row.scale = fminf(fmaxf(kLog2E / temperature, 1e-30f), 1e30f);
+  const Rules rules(args, place);
+  const bool sums = rules.sums();
+  const bool grouped = row.grouped();
+  row.scale = rules.scale;
   Changes changes;
   changes.load<kPenalties>(args, place);
   const bool changed = kPenalties || args.allowed != nullptr;
@@ -217,12 +209,8 @@ __device__ __forceinline__ void draw(
         most = max_or_nan(two[0], two[1]);
       }
     }
-    if (grouped && filters) {
-      float group = most;
-#pragma unroll
-      for (int offset = 32 / kGroups / 2; offset > 0; offset /= 2) {
-        group = fmaxf(group, __shfl_xor_sync(kFullWarp, group, offset));
-      }
+    if (grouped && rules.filters) {
+      const float group = largest_of_group(most);
       float* top = &shared.tops[segment * kGroups + lane / (32 / kGroups)];
       if (lane % (32 / kGroups) < args.blocks) store_remote(top, lane % (32 / kGroups), group);
     }
@@ -237,169 +225,9 @@ __device__ __forceinline__ void draw(
   }
   row.meet();
 
-  float largest = -kInfinity;
-#pragma unroll 1
-  for (int s = lane; s < args.segments; s += 32) largest = max_or_nan(largest, row.segments[s].x);
-  row.largest = largest = warp_largest(largest);
-  if (largest != largest || largest == -kInfinity) {
-    if (rank == 0 && threadIdx.x == 0) {
-      row.write(-1, __int_as_float(0x7fc00000));
-      if constexpr (kVerify) args.kept[row_place] = {};
-    }
-    return;
-  }
-
-  filters |= largest == kInfinity;  // only these tokens have weight
-  if (warp != 0 && (greedy || !filters)) return;
-  // 2^-32 and less are no weight.
-  row.limit = 32.0f / row.scale;
-  Bound bound{0xffffffffu, 0xffffffffu};
-  uint64_t all = 0,
-           target = 0;  // of filtered rows: the weight that is kept, and where in the block
-  bool has_target = true;
-  if (filters && !greedy) {
-    if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
-    uint64_t whole = 0;
-    bool few = true;  // candidates may be enough for top-p
-    if (of_all && largest < kInfinity) {
-      float heads = 0.0f;  // the segments' largest weights
-#pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) {
-        whole += row.segment_weight(s, kUnit);
-        heads += exp2_approx((row.segments[s].x - largest) * row.scale);
-      }
-      whole = warp_sum(whole);
-      heads = lanes_reduce<32>(heads, Sum());
-      few = heads * kUnit * max(kFew / args.segments, 2) >= top_p * static_cast<float>(whole);
-      // All smaller ones together are less than what top-p leaves out.
-      const float least = (1.0f - fmaxf(top_p, 0.0f)) / (2.0f * args.columns);
-      row.limit = fminf(row.limit, -log2f(least) / row.scale);
-    }
-    // k groups have a token at least as large as the k-th largest maximum of the groups.
-    const int groups = grouped ? kGroups * args.segments : args.segments;
-    const int least = by_count ? top_k : whole > 0 && few ? min(groups * 3 / 4, 100) : 0;
-    const float limit = row.limit;
-    if (0 < least && least <= min(groups, kReach)) {
-      if (warp == 0) {
-        const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
-        constexpr int kZeros = Held::kPerWord == 2 ? 13 : 0;  // of the logits' format in float32
-        const float reached = reached_by(groups, least, kZeros, top);
-        if (lane == 0) shared.bound = row.distance(reached);
-      }
-      __syncthreads();
-      row.limit = fminf(row.limit, shared.bound);
-    }
-    uint64_t mass = 0;
-    if (few) {
-      const uint32_t count = gather(row, &mass);
-      const bool enough = whole == 0 || row.limit == limit || mass >= part_of(top_p, whole);
-      if (count <= kFew && enough) {
-        send(row, rank);
-        if (rank == 0) {
-          Kept* kept = nullptr;
-          if constexpr (kVerify) kept = &args.kept[row_place];
-          choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole,
-                          shared.random, kept);
-        }
-        return;
-      }
-    }
-    if (!by_count) row.limit = limit;
-    row.origin = __uint_as_float((__float_as_uint(row.limit) & 0x7f800000u) + 0x00800000u);
-    uint2 window = make_uint2(0, (1u << kFixedBits) - 1);
-    uint64_t amount = top_k;
-    int pass = by_count ? 0 : 1;
-    if (whole > 0) {
-      amount = part_of(top_p, whole);
-      window = guess(row, amount, whole);
-      if constexpr (Held::kPerWord == 2 && !kVerify) {
-        if (select_by_value(row, amount, window, &bound, &mass)) pass = 2;
-      }
-    } else if (!by_count) {
-      amount = 0;
-    }
-    // First top-k, then top-p: the code is there once.
-#pragma unroll 1
-    for (; pass < (by_mass ? 2 : 1); ++pass) {
-      bound = select(row, bound, pass == 1, amount, top_p, window, &mass);
-      amount = 0;
-    }
-    float farthest = fminf(row.limit, __uint_as_float(min(bound.bits, 0x7f800000u)));
-    if (bound.fixed < (1u << kFixedBits) - 1) {
-      farthest = fminf(farthest, row.of_fixed(bound.fixed) + 2.0f * row.step());
-    }
-    // The kept tokens' weight in a segment, a lane's part.
-    const auto kept_in = [&](int segment) {
-      uint64_t own = 0;
-      row.each_of(segment, 0.0f, farthest, [&](float d, int) {
-        if (row.within(d, bound)) own += row.weight(d);
-      });
-      return own;
-    };
-    if (!by_count && !by_mass) {
-      mass = 0;
-      row.each_segment(farthest, [&](int segment) { mass += kept_in(segment); });
-      row.meet();  // all have read what gather() published
-    }
-    row.publish(mass);
-    row.meet();
-    all = row.published();
-    target = __umul64hi(shared.random, all);
-#pragma unroll 1
-    for (uint32_t other = 0; other < rank; ++other) target -= row.published(other);
-    // Other blocks' targets are beyond their weights, or have wrapped around.
-    has_target = target < row.published(rank);
-    if (has_target) {
-#pragma unroll 1
-      for (int segment = first + warp; segment < last; segment += kWarps) {
-        uint64_t own = 0;
-        if (row.distance(row.segments[segment].x) <= farthest) own = warp_sum(kept_in(segment));
-        if (lane == 0) row.masses[segment] = own;
-      }
-      __syncthreads();
-    }
-  }
-  if (warp != 0) return;
-
-  if constexpr (kVerify) {
-    if (!greedy && !filters) {
-#pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) all += row.segment_weight(s, kFineUnit);
-      all = warp_sum(all);
-    }
-    if (rank == 0 && lane == 0) {
-      args.kept[row_place] = {largest,
-                              row.scale,
-                              filters ? row.limit : kInfinity,
-                              filters ? row.origin : 0.0f,
-                              bound.fixed,
-                              bound.bits,
-                              all,
-                              filters ? kUnit : kFineUnit};
-    }
-  }
-  if (!has_target) return;
-  uint64_t remains = 0;
-  int segment;
-  if (greedy) {
-    segment = row.segment_of(largest);
-  } else {
-    const auto amount = [&](int s) {
-      if (!filters) return row.segment_weight(s, kFineUnit);
-      return row.has(s) ? row.masses[s] : uint64_t{0};
-    };
-    segment = row.find_segment(
-        [&](uint64_t sum) { return filters ? target : __umul64hi(shared.random, sum); }, amount,
-        &remains);
-  }
-  if (!row.has(segment)) return;
-  const int column = row.find_column(segment, remains, [&](float x) {
-    const float d = row.distance(x);
-    if (greedy) return static_cast<uint64_t>(x == largest ? 1 : 0);
-    if (filters) return static_cast<uint64_t>(row.within(d, bound) ? row.weight(d) : 0);
-    return row.fine_weight(x);
-  });
-  row.write_token(column, row.value_at(column) - largest);
+  Kept* kept = nullptr;
+  if constexpr (kVerify) kept = &args.kept[row_place];
+  finish<kVerify>(row, rules, kept);
 }
 
 template <typename Format, bool kPenalties>

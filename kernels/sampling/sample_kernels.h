@@ -105,9 +105,11 @@ struct SampleKernel {
   Kernel kernel;
 };
 
-// Rows without filters, penalties and mask.
+// Rows without penalties and mask.
 struct SampleStreamKernel {
   DType dtype;
+  bool filters;
+  unsigned threads;
   Kernel kernel;
 };
 
@@ -135,12 +137,15 @@ inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 // Multiprocessors of an H100 or H200 that clusters of 4 or 8 large blocks can use.
 inline constexpr int kClusteredMultiprocessors = 120;
 inline constexpr int kStreamWarps = 16;
-inline constexpr int kStreamThreads = 32 * kStreamWarps + 32;  // one more warp
-inline constexpr int kStreamRing = 128 << 10;                  // bytes
-inline constexpr int kStreamLeastSegments = 16;                // of a block that shares a row
-inline constexpr int64_t kStreamLeast = 8 << 20;               // bytes of all rows
-inline constexpr int kStreamTableBytes = 32;                   // of a segment
-inline constexpr int kStreamSegments = 512;                    // at most, of a row
+inline constexpr int kStreamRing = 128 << 10;     // bytes
+inline constexpr int kStreamLeastSegments = 16;   // of a block that shares a row
+inline constexpr int64_t kStreamLeast = 8 << 20;  // bytes of all rows
+inline constexpr int kStreamTableBytes = 32;      // of a segment
+// With filters: segments that each warp copies once more at a time, and what is streamed.
+inline constexpr int kStagedSegments = 4;
+inline constexpr int kStreamFilteredSegments = 144;  // at least
+inline constexpr int kStreamTopK = 64;               // at most
+inline constexpr int kStreamSegments = 512;          // at most, of a row
 
 inline constexpr int kTopLogprobs = 32;  // at most, of a row
 // Dynamic, at most: a pair of floats for each segment of the longest row.

@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws a token from each row of logits without filters, penalties or mask: greedy, or by
-// temperature alone. The tokens are those of sample.cu, bit for bit.
+// Draws a token from each row of logits without penalties or mask. The tokens are those of
+// sample.cu, bit for bit.
 //
 // Blocks stay for all their rows, as many as a multiprocessor holds; a cluster of 1 to 8 blocks
 // shares a row.
 //
-//   1. Each warp but the last takes segments of 1024 logits, row after row. It has a ring of slots
-//      of its own in shared memory and refills a slot by a bulk copy as soon as its segment is in
+//   1. Each of 16 warps takes segments of 1024 logits, row after row. It has a ring of slots of its
+//      own in shared memory and refills a slot by a bulk copy as soon as its segment is in
 //      registers, so that all of the ring is in flight, also where one row ends and the next
 //      begins. A segment's maximum and sum of weights go to the tables of all blocks.
-//   2. The last warp waits until a row's table is complete, finds the segment of the token, reads
-//      it once more, from L2, and finds the token. The others are at the next rows meanwhile.
+//   2. Without filters one more warp waits until a row's table is complete, finds the segment of
+//      the token, reads it once more, from L2, and finds the token. The others are at the next rows
+//      meanwhile.
+//   3. With filters eight more warps do so, by the steps of sample.cu, and a block has its rows
+//      alone. They read the segments that a step needs once more, from L2, four ahead of the one
+//      they work on.
 #include <cstdint>
+#include <type_traits>
 
+#include "kernels/sampling/finish.cuh"
 #include "kernels/sampling/philox.cuh"
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sample_kernels.h"
@@ -40,23 +46,30 @@ __device__ __forceinline__ void arrive_remote(uint64_t* barrier, uint32_t rank) 
       : "memory");
 }
 
-template <typename Format>
-__global__ void __launch_bounds__(kStreamThreads, 1)
+// The threads that find tokens.
+template <bool kFilters>
+constexpr int kFinishers = kFilters ? kSampleThreads : 32;
+
+template <typename Format, bool kFilters>
+__global__ void __launch_bounds__(32 * kStreamWarps + kFinishers<kFilters>, 1)
     sample_stream(const __grid_constant__ SampleArgs args) {
   constexpr int kColumns = kPerVector<Format>;  // of a vector
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
   constexpr int kBytes = kSampleSegment * Format::kBytes;  // of a segment
   constexpr int kSlots = kStreamRing / (kStreamWarps * kBytes);
   using Storage = typename Format::Storage;
+  constexpr int kAgain = kFilters ? kWarps * kStagedSegments : 0;  // slots of the finishers
   extern __shared__ uint4 memory[];
   __shared__ uint64_t arrived[kStreamWarps * kSlots];
   __shared__ uint64_t complete[2], consumed[2];  // of the tables of two rows
-  __shared__ uint64_t brought;
+  __shared__ uint64_t brought[kAgain + !kFilters];
+  __shared__ std::conditional_t<kFilters, Shared, char> shared;
   __shared__ __align__(128) uint4 staged[kBytes / kVectorBytes];
-  auto* pairs = reinterpret_cast<float2*>(reinterpret_cast<char*>(memory) + kStreamRing);
+  char* again = reinterpret_cast<char*>(memory) + kStreamRing;  // where the finishers copy to
+  auto* pairs = reinterpret_cast<float2*>(again + kAgain * kBytes);
   auto* masses = reinterpret_cast<uint64_t*>(pairs + 2 * args.segments);
   auto* sums = reinterpret_cast<float*>(masses + args.segments);
-  const bool alone = args.blocks == 1;
+  const bool alone = kFilters || args.blocks == 1;
 
   if (threadIdx.x < kStreamWarps * kSlots) mbarrier_init(&arrived[threadIdx.x], 1);
   if (threadIdx.x < 2) {
@@ -64,7 +77,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     mbarrier_init(&complete[threadIdx.x], alone ? kStreamWarps : 1);
     mbarrier_init(&consumed[threadIdx.x], alone ? 32 : args.blocks);
   }
-  if (threadIdx.x == 0) mbarrier_init(&brought, 1);
+  if (threadIdx.x < kAgain + !kFilters) mbarrier_init(&brought[threadIdx.x], 1);
   mbarrier_init_fence();
   __syncthreads();
   if (!alone) {
@@ -80,9 +93,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const int first = min(static_cast<int>(rank) * args.segments_per_block, args.segments);
   const int last = min(first + args.segments_per_block, args.segments);
   const int whole = args.columns / kColumns * kColumns;  // columns that copies bring
-  const auto scale_of = [](float temperature) {
-    return fminf(fmaxf(kLog2E / temperature, 1e-30f), 1e30f);
-  };
 
   const auto of_row = [&](int64_t place) { return args.logits + place * args.stride; };
   // Copies bring a segment but for what is behind the last whole vector.
@@ -124,9 +134,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     uint32_t parity = 0, turn = 0;  // of the slots; rows so far
 #pragma unroll 1
     for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
-      const float temperature = parameter(args.temperature, place);
-      const bool greedy = !(temperature > 0.0f);
-      const float scale = scale_of(temperature);
+      const Rules rules(args, place);
+      const bool has_sums = !kFilters && !rules.greedy;
       const int table = turn % 2;
       // The table's last row has been read, in all blocks that send to it.
       if (turn >= 2) mbarrier_wait_cluster(&consumed[table], (turn / 2 - 1) % 2);
@@ -144,15 +153,15 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         __syncwarp();
         refill(slot);
         if (++slot == kSlots) slot = 0, parity ^= 1;
+        const int entry = table * args.segments + segment;
         const float most = warp_largest(largest_of<Format>(words));
         const float base = most == -kInfinity ? 0.0f : most;
         float sum = 0.0f, plain = 0.0f;
 #pragma unroll 1
-        for (int which = greedy ? 1 : 0; which < (args.logprobs != nullptr ? 2 : 1); ++which) {
-          const float found = segment_sum(values, base, which == 0 ? scale : kLog2E);
+        for (int which = has_sums ? 0 : 1; which < (args.logprobs != nullptr ? 2 : 1); ++which) {
+          const float found = segment_sum(values, base, which == 0 ? rules.scale : kLog2E);
           (which == 0 ? sum : plain) = found;
         }
-        const int entry = table * args.segments + segment;
         if (alone) {
           if (lane == 0) {
             pairs[entry] = make_float2(most, sum);
@@ -165,6 +174,55 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       }
       if (alone && lane == 0) mbarrier_arrive(&complete[table]);
     }
+  } else if constexpr (kFilters) {
+    // Bulk copies cannot bring a last segment that is not whole.
+    const int cut = (args.segments - 1) * kSampleSegment;
+    const bool has_tail = cut + kSampleSegment > args.columns;
+    const int slots = Finishers::thread() / 32 * kStagedSegments;
+    Staging staging{again + slots * kBytes, &brought[slots], 0};
+    uint32_t turn = 0;
+#pragma unroll 1
+    for (int64_t place = first_row; place < args.rows; place += step, ++turn) {
+      const int table = turn % 2;
+      const Rules rules(args, place);
+      if (has_tail) {
+        const auto* from = reinterpret_cast<const Storage*>(of_row(place)) + cut;
+#pragma unroll
+        for (int i = 0; i < kSampleSegment; i += kSampleThreads) {
+          const int inside = i + Finishers::thread();
+          reinterpret_cast<Storage*>(staged)[inside] =
+              cut + inside < args.columns ? from[inside]
+                                          : static_cast<Storage>(Format::to_bits(-kInfinity));
+        }
+      }
+      if (Finishers::thread() == 0) {
+        const bool own_seed = args.seed.of_rows != nullptr;
+        shared.random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
+                               static_cast<uint64_t>(parameter(args.offset, place)),
+                               static_cast<uint64_t>(own_seed ? 0 : place));
+      }
+      mbarrier_wait(&complete[table], turn / 2 % 2);
+      Finishers::sync();
+      Row<Format, Finishers> row{args,
+                                 place,
+                                 0,
+                                 args.segments,
+                                 reinterpret_cast<uint4*>(const_cast<char*>(of_row(place))),
+                                 pairs + table * args.segments,
+                                 masses,
+                                 sums + table * args.segments,
+                                 shared,
+                                 rules.scale,
+                                 0.0f,
+                                 0.0f,
+                                 0.0f,
+                                 has_tail ? staged : nullptr,
+                                 &staging,
+                                 nullptr};
+      finish<false>(row, rules, nullptr);
+      Finishers::sync();
+      if (warp == kStreamWarps) mbarrier_arrive(&consumed[table]);
+    }
   } else {
     uint32_t turn = 0, rounds = 0;
 #pragma unroll 1
@@ -174,8 +232,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         const uint32_t each = args.logprobs == nullptr ? sizeof(float2) : sizeof(float2) + 4;
         mbarrier_expect(&complete[table], args.segments * each);
       }
-      const float temperature = parameter(args.temperature, place);
-      const bool greedy = !(temperature > 0.0f);
+      const Rules rules(args, place);
+      const bool greedy = rules.greedy;
       const bool own_seed = args.seed.of_rows != nullptr;
       const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
                                      static_cast<uint64_t>(parameter(args.offset, place)),
@@ -192,10 +250,13 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                       masses,
                       sums + table * args.segments,
                       reinterpret_cast<Shared&>(memory[0]),  // is not used
-                      scale_of(temperature),
+                      rules.scale,
                       0.0f,
                       0.0f,
-                      0.0f};
+                      0.0f,
+                      nullptr,
+                      nullptr,
+                      nullptr};
       float largest = -kInfinity;
 #pragma unroll 1
       for (int s = lane; s < args.segments; s += 32) {
@@ -236,8 +297,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                                      &remains);
         }
         if (segment >= first && segment < last) {
-          if (lane == 0) fetch(staged, &brought, place, segment);
-          mbarrier_wait(&brought, rounds++ % 2);
+          if (lane == 0) fetch(staged, brought, place, segment);
+          mbarrier_wait(brought, rounds++ % 2);
           fill(staged, place, segment);
           row.first = segment, row.last = segment + 1;
           const int column = row.find_column(segment, remains, [&](float x) {
@@ -264,11 +325,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
 }
 
-#define TIERCEL_STREAM(type)                          \
-  {DType::k##type, Kernel("sample_stream<" #type ">", \
-                          reinterpret_cast<const void*>(sample_stream<type>), kSampleLargestSmem)}
+#define TIERCEL_STREAM(type, filters)                                \
+  {DType::k##type, filters, 32 * kStreamWarps + kFinishers<filters>, \
+   Kernel("sample_stream<" #type ", filters=" #filters ">",          \
+          reinterpret_cast<const void*>(sample_stream<type, filters>), kSampleLargestSmem)}
 
-const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32), TIERCEL_STREAM(BFloat16)};
+const SampleStreamKernel kKernels[] = {TIERCEL_STREAM(Float32, false),
+                                       TIERCEL_STREAM(BFloat16, false),
+                                       TIERCEL_STREAM(BFloat16, true)};
 
 }  // namespace
 

@@ -12,8 +12,8 @@
 namespace tiercel {
 
 // True if no two numbers of the logits' format are within these points.
-template <typename Format>
-__device__ __forceinline__ bool has_one_value(const Row<Format>& row, uint32_t begin,
+template <typename Format, typename Team>
+__device__ __forceinline__ bool has_one_value(const Row<Format, Team>& row, uint32_t begin,
                                               uint32_t extent) {
   const float step = row.step();
   const float near = row.largest - begin * step, far = near - (extent + 1) * step;
@@ -34,12 +34,13 @@ struct Bins {
 };
 
 // Adds up the bins over the cluster, so that all blocks get the same. Returns the sum of all bins.
-template <typename Format>
-__device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mass, Bins* bins) {
-  const uint32_t thread = threadIdx.x;
+template <typename Format, typename Team>
+__device__ __forceinline__ uint64_t add_bins(const Row<Format, Team>& row, bool by_mass,
+                                             Bins* bins) {
+  const uint32_t thread = row.thread();
   *bins = {};
 #pragma unroll 2
-  for (uint32_t rank = 0; rank < row.args.blocks; ++rank) {
+  for (uint32_t rank = 0; rank < row.blocks(); ++rank) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t bin = 2 * thread + i;
@@ -57,7 +58,7 @@ __device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mas
   }
   uint64_t running = warp_running_sum(both);
   if (thread % 32 == 31) row.shared.of_warps[thread / 32] = running;
-  __syncthreads();
+  row.sync();
   uint64_t all = 0;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
@@ -68,16 +69,17 @@ __device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mas
   return all;
 }
 
-template <typename Format>
-__device__ __forceinline__ void clear_bins(const Row<Format>& row) {
-  for (int bin = threadIdx.x; bin < kSampleBins; bin += kSampleThreads) {
+template <typename Format, typename Team>
+__device__ __forceinline__ void clear_bins(const Row<Format, Team>& row) {
+  for (int bin = row.thread(); bin < kSampleBins; bin += kSampleThreads) {
     row.shared.counts[bin] = row.shared.low[bin] = row.shared.high[bin] = 0;
   }
-  __syncthreads();
+  row.sync();
 }
 
-template <typename Format>
-__device__ __forceinline__ void add_to_bin(const Row<Format>& row, uint32_t bin, uint32_t mass) {
+template <typename Format, typename Team>
+__device__ __forceinline__ void add_to_bin(const Row<Format, Team>& row, uint32_t bin,
+                                           uint32_t mass) {
   const uint32_t old = atomicAdd(&row.shared.low[bin], mass);
   if (old + mass < old) atomicAdd(&row.shared.high[bin], 1);
 }
@@ -85,18 +87,19 @@ __device__ __forceinline__ void add_to_bin(const Row<Format>& row, uint32_t bin,
 // Estimates where the tokens with `target` of the `whole` weight end: the first point and the
 // extent, in fixed point, of a window around it. The weight behind a point is estimated by every
 // 16th token: there are many such tokens, and none of them weighs much.
-template <typename Format>
-__device__ __forceinline__ uint2 guess(const Row<Format>& row, uint64_t target, uint64_t whole) {
+template <typename Format, typename Team>
+__device__ __forceinline__ uint2 guess(const Row<Format, Team>& row, uint64_t target,
+                                       uint64_t whole) {
   constexpr int kShift = kFixedBits - kBinBits;
   constexpr int kWords = kSampleSegment / Format::kPerWord, kParts = kWords / 32;
   clear_bins(row);
-  const auto* words = reinterpret_cast<const uint32_t*>(row.held);
   row.each_segment(row.limit, [&](int segment) {
+    const auto* words = reinterpret_cast<const uint32_t*>(row.logits_of(segment));
 #pragma unroll
     for (int part = 0; part < kParts; part += kSampled) {
       const int place = (part + segment % kSampled) * 32 + threadIdx.x % 32;
       float values[Format::kPerWord];
-      Format::unpack(words[(segment - row.first) * kWords + place], values);
+      Format::unpack(words[place], values);
 #pragma unroll
       for (float x : values) {
         const float d = row.distance(x);
@@ -114,7 +117,7 @@ __device__ __forceinline__ uint2 guess(const Row<Format>& row, uint64_t target, 
   for (int i = 0; i < 2; ++i) {
     // The bins at which no more than that is behind.
     const uint64_t behind = all - bins.start, next = behind - bins.masses[i];
-    const uint32_t bin = 2 * threadIdx.x + i;
+    const uint32_t bin = 2 * row.thread() + i;
     if ((behind > most || bin == 0) && next <= most) row.shared.bin = bin;
     if ((behind > least || bin == 0) && next <= least) row.shared.tokens = bin;
     bins.start += bins.masses[i];
@@ -127,11 +130,11 @@ __device__ __forceinline__ uint2 guess(const Row<Format>& row, uint64_t target, 
 // The least bound at which the tokens within `bound` are `target` tokens, or have that weight. A
 // target of 0 is `share` of their weight. The search begins in a window of d in fixed point. The
 // sum of the threads' `keeps` is the weight of the block's tokens within the new bound.
-template <typename Format>
-__device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, bool by_mass,
+template <typename Format, typename Team>
+__device__ __forceinline__ Bound select(const Row<Format, Team>& row, Bound bound, bool by_mass,
                                         uint64_t target, float share, uint2 window,
                                         uint64_t* keeps) {
-  const uint32_t thread = threadIdx.x;
+  const uint32_t thread = row.thread();
   bool in_bits = false;  // of d itself, among those with the same d in fixed point
   uint32_t same = 0, lowest = window.x, extent = window.y;
   uint32_t below = lowest;  // tokens below this point are added up, but have no bins

@@ -21,12 +21,12 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t key) {
 // select() for the weight `target` of all tokens, if it ends at a number in the window that is
 // among the largest: returns false otherwise. All tokens with the same number weigh the same, so a
 // token takes one addition, and a number one multiplication.
-template <typename Format>
-__device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t target,
+template <typename Format, typename Team>
+__device__ __forceinline__ bool select_by_value(const Row<Format, Team>& row, uint64_t target,
                                                 uint2 window, Bound* bound, uint64_t* keeps) {
   constexpr uint32_t kEach = kSampleValues / kSampleThreads;
   constexpr int kColumns = kPerVector<Format>;
-  const uint32_t thread = threadIdx.x, lane = thread % 32;
+  const uint32_t thread = row.thread(), lane = thread % 32;
   const uint32_t end_point = window.x + window.y;
   float to = row.limit;
   if (end_point < (1u << kFixedBits) - 1) {
@@ -39,10 +39,10 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
   if (numbers >= kSampleValues) return false;
   uint32_t* tallies = row.shared.tallies;
   for (uint32_t i = thread; i <= numbers; i += kSampleThreads) tallies[i] = 0;
-  __syncthreads();
+  row.sync();
   const uint32_t least = bits_of(low) * 0x10001u;
   row.each_segment(to, [&](int segment) {
-    const uint4* part = &row.held[(segment - row.first) * (kSampleSegment / kColumns) + lane];
+    const uint4* part = row.logits_of(segment) + lane;
     uint32_t hits = 0;
 #pragma unroll
     for (int i = 0; i < 32 / kColumns; ++i) {
@@ -82,14 +82,14 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
     if (i >= each || number > numbers || !(distance(number) <= to)) continue;
     // Several loads at a time.
 #pragma unroll 4
-    for (uint32_t rank = 0; rank < row.args.blocks; ++rank) {
+    for (uint32_t rank = 0; rank < row.blocks(); ++rank) {
       counts[i] += load_remote(&tallies[number], rank);
     }
     both += mass(number, counts[i]);
   }
   uint64_t running = warp_running_sum(both);
   if (lane == 31) row.shared.of_warps[thread / 32] = running;
-  __syncthreads();
+  row.sync();
   uint64_t all = 0;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool select_by_value(const Row<Format>& row, uint64_t
     row.meet();  // others have read the tallies
     return false;
   }
-  __syncthreads();
+  row.sync();
   const float far = row.shared.bound;
   bound->bits = __float_as_uint(far);
   *keeps = 0;

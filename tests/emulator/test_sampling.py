@@ -128,6 +128,34 @@ def test_rows_without_filters_are_streamed(rows, columns, padding, dtype, blocks
         assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
 
 
+@pytest.mark.parametrize(("rows", "columns", "padding"), [(106, 147_001, 7), (212, 147_456, 0)])
+def test_long_rows_with_top_k_are_streamed(rows, columns, padding):
+    """Rows of all kinds in one call: tokens and log-probabilities are those of a few rows alone."""
+    inf, nan = float("inf"), float("nan")
+    logits = problem(rows, columns + padding, BF16, 3)[:, :columns]
+    logits[7, 17], logits[8], logits[9, 1:] = nan, -inf, -inf
+    logits[10, [4, 2000, columns - 1]] = inf
+    logits[11:15] = 1.0
+    logits[15:20] /= 8
+    logits[20, -3:] = 99.0
+    each = {
+        "temperatures": torch.tensor([1.0, 0.7, 1.5, 0.0, 1.0, 0.3, 1.0])[torch.arange(rows) % 7],
+        "top_ps": torch.tensor([0.9, 1.0, 0.5])[torch.arange(rows) % 3],
+        "min_ps": torch.tensor([0.0, 0.0, 0.0, 0.02])[torch.arange(rows) % 4],
+        "seeds": torch.arange(rows),
+    }
+    tokens = torch.empty(rows, dtype=torch.int32)
+    plan = kernels.sample_plan(*arguments(logits, tokens, None, {"top_k": 50} | each))
+    assert plan["kernel"] == "sample_stream<BFloat16, filters=true>"
+    tokens, logprobs = run(logits, top_k=50, **each)
+    for part in (slice(0, 30), slice(rows - 10, rows)):
+        given = {name: x[part] for name, x in each.items()}
+        few, few_logprobs = run(logits[part], top_k=50, **given)
+        assert torch.equal(few, ref.sample(logits[part], top_k=50, **given))
+        assert torch.equal(tokens[part], few)
+        assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
+
+
 def test_flat_logits():
     """Nearly all tokens are kept, and thresholds lie among many."""
     logits = problem(3, 9000, F32, 2, 0.01)

@@ -9,6 +9,7 @@ from support.emulator import kernels, sm90
 from support.near import BF16, F32, FLOATS
 from support.truth import selected
 
+import tiercel
 from tiercel import ref
 
 INF, NAN = math.inf, math.nan
@@ -222,3 +223,24 @@ def test_moe_align_block_size_of_many_experts(ids):
     due = ref.moe_align_block_size(topk_ids, 16, 990)
     for one, other in zip(got, due, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k"), [(8, 2), (60, 6), (128, 8), (200, 7), (512, 5), (512, 12)]
+)
+def test_batch_invariant_weights(experts, k):
+    """In the mode those of many rows, of few, and of topk_softmax_align have the same bits."""
+    scores, _ = problem(1100, experts, BF16)
+
+    def weights_of(rows, renormalize):
+        weights, indices = torch.empty(len(rows), k), torch.empty(len(rows), k, dtype=torch.int32)
+        kernels.topk_softmax(rows, weights, indices, True, renormalize)
+        return weights
+
+    for given in ({"renormalize": True}, {"renormalize": False}):
+        with tiercel.batch_invariant():
+            many, few = (weights_of(rows, **given) for rows in (scores, scores[:3]))
+            arguments = (scores[:100], k, 16, None, True, given["renormalize"], torch.int32)
+            aligned, *_ = sm90("topk_softmax_align")(*arguments, False, False, None)
+        assert torch.equal(many[:3], few) and torch.equal(many[:100], aligned)
+        torch.testing.assert_close(many, weights_of(scores, **given), rtol=5e-6, atol=1e-7)

@@ -102,6 +102,48 @@ def test_rows_without_filters_are_streamed(rows, columns, padding, dtype):
             assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "padding"),
+    [
+        pytest.param(106, 147_003, 5, marks=pytest.mark.sanitize),
+        (256, 151_936, 0),
+        (132, 262_144, 0),
+        (250, 524_287, 1),
+    ],
+)
+def test_long_rows_with_top_k_are_streamed(rows, columns, padding):
+    """Rows of all kinds in one call: tokens and log-probabilities are those of a few rows alone."""
+    inf, nan = float("inf"), float("nan")
+    logits = problem(rows, columns + padding, torch.bfloat16, 3)[:, :columns]
+    logits[7, 17], logits[8], logits[9, 1:] = nan, -inf, -inf
+    logits[10, [4, 2000, columns - 1]] = inf
+    logits[11:15] = 1.0
+    logits[15:20] /= 8
+    logits[20, -3:] = 99.0
+
+    def each(*values):
+        return torch.tensor(values, device="cuda").repeat(rows)[:rows]
+
+    given = {
+        "temperature": each(1.0, 0.7, 1.5, 0.0, 1.0, 0.3, 1.0),
+        "top_p": each(0.9, 1.0, 0.5),
+        "min_p": each(0.0, 0.0, 0.0, 0.02),
+        "seed": torch.arange(rows, device="cuda"),
+    }
+    for top_k in (50, 3, 64):
+        tokens, logprobs = tiercel.sample(logits, top_k=top_k, **given, return_logprobs=True)
+        for begin in range(0, rows, 7):
+            part = slice(begin, begin + 7)
+            few, few_logprobs = tiercel.sample(
+                logits[part],
+                top_k=top_k,
+                **{name: x[part] for name, x in given.items()},
+                return_logprobs=True,
+            )
+            assert torch.equal(tokens[part], few)
+            assert torch.equal(logprobs[part].view(torch.int32), few_logprobs.view(torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shift", "factor"), [(0, 3.0), (0, 0.1), (20, 3.0), (-20, 3.0), (9, 1.0)])
 def test_top_p_of_16_bit_numbers(shift, factor, dtype):

@@ -41,6 +41,10 @@ def test_every_size_has_a_plan_that_holds_it(dtype, columns):
                 if logprobs:
                     given["logprobs"] = ExchangeTensor(rows, dtype="float32")
                 got = plan(ExchangeTensor, rows, columns, dtype, **given)
+                if got["kernel"].startswith("sample_stream"):
+                    assert not penalties and dtype == "bfloat16" and segments > 144
+                    assert got["dynamic_smem"] <= 216 << 10 and got["grid"] == 132
+                    continue
                 held = 4 if penalties or dtype == "float32" else 2
                 part = -(-segments // got["blocks_per_row"]) * 1024 * held
                 assert got["dynamic_smem"] == part + segments * (24 if logprobs else 16)
@@ -71,6 +75,34 @@ def test_rows_without_filters_are_streamed(dtype):
     long = plan(ExchangeTensor, 33, 512 * 1024 + 8, "bfloat16", PLAIN)
     half = plan(ExchangeTensor, 64, 128_256, "float16", PLAIN)
     assert all(one["kernel"].startswith("sample<") for one in (few, long, half))
+
+
+TOP_K = (1.0, 50, 1.0, 0.0, *PLAIN[4:])
+
+
+@pytest.mark.parametrize("rows", [106, 132, 212, 1000])
+@pytest.mark.parametrize("columns", [151_936, 262_144])
+def test_long_rows_with_top_k_are_streamed(rows, columns):
+    """Eight more warps find the tokens, with copies of their own."""
+    for given in ({}, {"top_ps": ExchangeTensor(rows, dtype="float32")}):
+        got = plan(ExchangeTensor, rows, columns, "bfloat16", TOP_K, **given)
+        assert got["kernel"] == "sample_stream<BFloat16, filters=true>"
+        assert got["blocks_per_row"] == 1 and got["grid"] == min(rows, 132) and got["block"] == 768
+        assert got["dynamic_smem"] == (192 << 10) + -(-columns // 1024) * 32
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "numbers", "dtype"),
+    [
+        (256, 128_256, TOP_K, "bfloat16"),
+        (150, 151_936, TOP_K, "bfloat16"),
+        (256, 151_936, TOP_K, "float16"),
+        (256, 151_936, (1.0, 65, *TOP_K[2:]), "bfloat16"),
+        (256, 151_936, (1.0, 0, 0.9, *TOP_K[3:]), "bfloat16"),
+    ],
+)
+def test_filters_that_are_not_streamed(rows, columns, numbers, dtype):
+    assert plan(ExchangeTensor, rows, columns, dtype, numbers)["kernel"].startswith("sample<")
 
 
 @pytest.mark.parametrize(
