@@ -11,6 +11,7 @@ _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "k
 _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
+_DEEP = (128, 256, 4)
 
 # Tiles of float8: for many rows per group, and for few.
 _BLOCKS_SHAPES = ((128, 256, 4), (64, 128, 8))
@@ -65,16 +66,17 @@ def _declared(kernel, enumerator, kind, problems):
         f"GroupedKind::{_KINDS[kind]}",
         str(kernel.tile_m),
         str(kernel.tile_n),
+        str(kernel.stages),
     )
     arguments = (a, b, *parameters, Scalar("blocks"))
     return Function(kernel.name, kernel, arguments, (launch,), attributes, problems)
 
 
-def _function(dtype, kind):
+def _function(dtype, kind, shape=_SHAPE):
     element, enumerator = _DTYPES[dtype]
     name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
-    name += f"_{dtype}_{_SHAPE[0]}x{_SHAPE[1]}"
-    return _declared(GroupedGemm(name, element, kind, *_SHAPE), enumerator, kind, _PROBLEMS)
+    name += f"_{dtype}_{shape[0]}x{shape[1]}" + "_deep" * (shape == _DEEP)
+    return _declared(GroupedGemm(name, element, kind, *shape), enumerator, kind, _PROBLEMS)
 
 
 def _blocks(tile_m, tile_n, stages):
@@ -85,4 +87,5 @@ def _blocks(tile_m, tile_n, stages):
 
 def functions():
     grouped = [_function(dtype, kind) for dtype in _DTYPES for kind in _KINDS]
+    grouped += [_function("bf16", kind, _DEEP) for kind in _KINDS]
     return [*grouped, *(_blocks(*shape) for shape in _BLOCKS_SHAPES)]

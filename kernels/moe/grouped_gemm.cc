@@ -2,6 +2,8 @@
 #include "kernels/moe/grouped_gemm.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "kernels/moe/grouped_gemm_kernels.h"
@@ -171,6 +173,9 @@ int rows_of_tiles(const GroupedGemmCall& call, const Problem& p) {
 const GroupedGemmKernel* find(GroupedKind kind, DType dtype, int tile_m) {
   for (const GroupedGemmKernel& kernel : KernelTable(grouped_gemm_kernels)) {
     const GroupedGemmVariant& v = kernel.variant;
+    const char* const deep = getenv("TIERCEL_TRIAL_DEEP");
+    const bool wants = deep != nullptr && dtype == DType::kBFloat16 && strchr(deep, "xyw"[static_cast<int>(kind)]) != nullptr;
+    if (dtype != DType::kFloat8E4M3 && (v.stages == 4) != wants) continue;
     if (v.kind == kind && v.dtype == dtype && v.tile_m == tile_m) return &kernel;
   }
   return nullptr;

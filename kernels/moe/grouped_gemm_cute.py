@@ -82,7 +82,8 @@ class GroupedGemm:
         self.stages = stages
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.pieces = tile_n // EPI  # stored per warpgroup
-        self.buffers = self.pieces  # in shared memory, per warpgroup
+        self.buffers = self.pieces if stages < 4 else 2  # in shared memory, per warpgroup
+        self.at_once = 1 if stages == 4 else self.pieces  # stored in one group
         self.words = MOST_GROUPS + 4  # of the table of tiles
         assert self.scaled or tile_m == CONSUMERS * EPI
 
@@ -408,33 +409,38 @@ class GroupedGemm:
         _, _, layout = self.smem_layouts()
         sy, r2s, to_sy, piece = result_copies(self.dtype, storage.y, layout, wg_thread)
         storing = wg_thread < 32
-        if storing:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync(_WARPGROUP + consumer, WARPGROUP)
-        for chunk in cutlass.range_constexpr(self.pieces):
-            for i in cutlass.range_constexpr(EPI // 2):
-                piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
-            cute.copy(r2s, piece, to_sy[None, None, None, consumer * self.pieces + chunk])
         # A group's matrix ends where its map does.
         whole = True if const_expr(self.of_weight) else row + EPI <= end
-        if whole:
-            cute.arch.fence_proxy("async.shared", space="cta")
-            sync(_WARPGROUP + consumer, WARPGROUP)
+        for start in cutlass.range_constexpr(0, self.pieces, self.at_once):
             if storing:
-                places = self.results(p.m, p.groups, p.n, p.k)
-                first = at if const_expr(self.of_weight) else (row, column)
-                places = cute.domain_offset(first, places)
-                from_sy, to = box_copies(tma_out, sy, places, (EPI, EPI))
-                for chunk in cutlass.range_constexpr(self.pieces):
-                    there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
-                    here = consumer * self.pieces + chunk
-                    cute.copy(tma_out, from_sy[None, here], to[None, there])
-                cute.arch.cp_async_bulk_commit_group()
-        else:
-            cute.arch.sync_warp()
-            for chunk in cutlass.range_constexpr(self.pieces):
-                here = consumer * self.pieces + chunk
-                self.store_rows(p, storage, here, wg_thread, row, end, column + chunk * EPI)
+                if whole:
+                    cute.arch.cp_async_bulk_wait_group(self.buffers // self.at_once - 1, read=True)
+                else:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            sync(_WARPGROUP + consumer, WARPGROUP)
+            for chunk in cutlass.range_constexpr(start, start + self.at_once):
+                here = consumer * self.buffers + chunk % self.buffers
+                for i in cutlass.range_constexpr(EPI // 2):
+                    piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
+                cute.copy(r2s, piece, to_sy[None, None, None, here])
+            if whole:
+                cute.arch.fence_proxy("async.shared", space="cta")
+                sync(_WARPGROUP + consumer, WARPGROUP)
+                if storing:
+                    places = self.results(p.m, p.groups, p.n, p.k)
+                    first = at if const_expr(self.of_weight) else (row, column)
+                    places = cute.domain_offset(first, places)
+                    from_sy, to = box_copies(tma_out, sy, places, (EPI, EPI))
+                    for chunk in cutlass.range_constexpr(start, start + self.at_once):
+                        there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
+                        here = consumer * self.buffers + chunk % self.buffers
+                        cute.copy(tma_out, from_sy[None, here], to[None, there])
+                    cute.arch.cp_async_bulk_commit_group()
+            else:
+                cute.arch.sync_warp()
+                for chunk in cutlass.range_constexpr(start, start + self.at_once):
+                    here = consumer * self.buffers + chunk % self.buffers
+                    self.store_rows(p, storage, here, wg_thread, row, end, column + chunk * EPI)
 
     @cute.jit
     def store_rows(self, p, storage, piece, wg_thread, row, end, column):

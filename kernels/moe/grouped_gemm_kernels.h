@@ -13,6 +13,7 @@ struct GroupedGemmVariant {
   GroupedKind kind;
   int tile_m;
   int tile_n;
+  int stages;
 };
 
 // The kernel's parameters by the names that grouped_gemm_cute.py gives them. The order here does
