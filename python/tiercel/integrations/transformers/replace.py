@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 import tiercel
 from tiercel.core import invariance
 from tiercel.integrations.transformers.attention import ONE_SEQUENCE
+from tiercel.integrations.transformers.embedding import embedding_forward, why_not_embedding
 from tiercel.integrations.transformers.experts import is_experts, why_not
 from tiercel.integrations.transformers.linear import linear_forward, why_not_linear
 from tiercel.integrations.transformers.loss import use_linear_loss
@@ -90,18 +91,26 @@ def apply(model: nn.Module) -> Report:
     _use_attention(model, report)
     _use_experts(model, report)
     _use_loss(model, report)
-    _use_linear(model, report)
+    _use_plain(model, report, "linear_act", why_not_linear, linear_forward)
+    _use_plain(model, report, "embedding", why_not_embedding, embedding_forward)
     return report
 
 
-def _use_linear(model: nn.Module, report: Report) -> None:
-    """Output layers, whose forward the loss has replaced, call ours there."""
+def _use_plain(
+    model: nn.Module,
+    report: Report,
+    op: str,
+    why_not: Callable[[nn.Module], str | None],
+    found: Forward,
+) -> None:
+    """Linear layers and embeddings. The output layer, whose forward the loss has replaced, calls
+    ours there."""
     for name, module in model.named_modules():
-        why = why_not_linear(module)
+        why = why_not(module)
         if why is None:
-            module.forward = types.MethodType(linear_forward, module)
+            module.forward = types.MethodType(found, module)
             report._undo.append(lambda module=module: vars(module).pop("forward", None))
-            report.replaced.setdefault("linear_act", []).append(name)
+            report.replaced.setdefault(op, []).append(name)
         elif why:
             report.kept[name] = f"{type(module).__name__}: {why}"
 
