@@ -95,9 +95,7 @@ class _Rows(torch.autograd.Function):
     """Rows of a table, and the table, for another use of it whose gradient then comes here."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, table: Tensor, padding: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(ids)
         ctx.table, ctx.padding = table.shape, padding

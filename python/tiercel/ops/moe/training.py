@@ -194,7 +194,7 @@ def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> dict[str, Tensor | None
     x, *weights = inputs
     backend = ctx.backend if ctx.backend in ("sm90", "ref") else None
     given = (x, grad, *weights, topk_ids, pre, at, offsets, ctx.activation, expert_map)
-    # The graph ends with this backward, unless it is kept; where something watches, it is not known.
+    # The graph ends with this backward unless it is kept; where something watches, nobody knows.
     kept = torch._C._autograd._get_current_graph_task_keep_graph()
     overwrites = pre is not None and not kept and route(pre, grad) == DIRECT
     found = _BACKWARD(*given, *wanted.values(), overwrites, backend)
