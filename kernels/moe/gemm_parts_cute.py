@@ -3,7 +3,7 @@
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp
 from linear_layouts_cute import EPI, OPERAND_MAJORS
 
@@ -15,10 +15,14 @@ def next_stage(stages, index, phase):
 
 
 @cute.jit
-def release(empty, index):
-    """One arrival per warp."""
+def release(empty, index, blocks=1):
+    """One arrival per warp, in each block of the cluster."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(empty + index)
+        if const_expr(blocks == 1):
+            cute.arch.mbarrier_arrive(empty + index)
+        else:
+            for block in range_constexpr(blocks):
+                cute.arch.mbarrier_arrive(empty + index, block)
 
 
 def sync(barrier, threads):
@@ -30,10 +34,12 @@ def tensor_in(field, layout):
     return field.get_tensor(layout.outer, swizzle=layout.inner)
 
 
-def box_copies(tma, smem, places, box):
-    """A TMA copy's stages in shared memory and its boxes in `places`."""
+def box_copies(tma, smem, places, box, rank=0, blocks=1):
+    """A TMA copy's stages in shared memory and its boxes in `places`; of a multicast, the share of
+    a block of the cluster."""
     boxes = cute.zipped_divide(places, box)
-    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), boxes)
+    smem = cute.group_modes(smem, 0, 2)
+    return cpasync.tma_partition(tma, rank, cute.make_layout(blocks), smem, boxes)
 
 
 def group_places(groups, rows, columns):

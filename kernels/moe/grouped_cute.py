@@ -12,6 +12,7 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
 _DEEP = (128, 256, 4)
+_PAIRS = ((128, 256, 3, 2), (128, 256, 4, 2))  # and blocks a cluster, for "grad_weight"
 
 # Tiles of float8: for many rows per group, and for few.
 _BLOCKS_SHAPES = ((128, 256, 4), (64, 128, 8))
@@ -39,6 +40,7 @@ def _maps(kernel):
     if kernel.scaled:
         return a, TensorMap("b", ("groups", "n", "k"), (1, *b_box))
     if kernel.of_weight:
+        b_box = (step // kernel.cluster, EPI)
         out = TensorMap("out", ("groups", "k", "n"), (1, EPI, EPI))
         return a, TensorMap("b", ("m", "n"), b_box), out
     sizes = ("n", "k") if kernel.majors[1] == "k" else ("k", "n")
@@ -59,6 +61,7 @@ def _declared(kernel, enumerator, kind, problems):
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
         smem=kernel.smem_bytes(),
+        cluster=(kernel.cluster, 1, 1),
         dependent=True,
     )
     attributes = (
@@ -67,6 +70,7 @@ def _declared(kernel, enumerator, kind, problems):
         str(kernel.tile_m),
         str(kernel.tile_n),
         str(kernel.stages),
+        str(kernel.cluster),
     )
     arguments = (a, b, *parameters, Scalar("blocks"))
     return Function(kernel.name, kernel, arguments, (launch,), attributes, problems)
@@ -75,7 +79,7 @@ def _declared(kernel, enumerator, kind, problems):
 def _function(dtype, kind, shape=_SHAPE):
     element, enumerator = _DTYPES[dtype]
     name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
-    name += f"_{dtype}_{shape[0]}x{shape[1]}" + "_deep" * (shape == _DEEP)
+    name += f"_{dtype}_{shape[0]}x{shape[1]}" + "_deep" * (shape[2] == 4) + "_pair" * (len(shape) == 4)
     return _declared(GroupedGemm(name, element, kind, *shape), enumerator, kind, _PROBLEMS)
 
 
@@ -88,4 +92,5 @@ def _blocks(tile_m, tile_n, stages):
 def functions():
     grouped = [_function(dtype, kind) for dtype in _DTYPES for kind in _KINDS]
     grouped += [_function("bf16", kind, _DEEP) for kind in _KINDS]
+    grouped += [_function("bf16", "grad_weight", shape) for shape in _PAIRS]
     return [*grouped, *(_blocks(*shape) for shape in _BLOCKS_SHAPES)]

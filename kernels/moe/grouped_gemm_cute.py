@@ -71,7 +71,7 @@ class GroupedGemm:
     arguments = Arguments
     scaled = False  # float8 with scales of blocks: grouped_blocks_cute.py
 
-    def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
+    def __init__(self, name, dtype, kind, tile_m, tile_n, stages, cluster=1):
         self.name = name
         self.dtype = self.out_dtype = dtype
         self.of_weight = kind == "grad_weight"
@@ -80,6 +80,7 @@ class GroupedGemm:
         self.tile_k = ROW * 8 // dtype.width  # elements of the sum per stage
         self.unit = 128 // dtype.width  # elements in 16 bytes
         self.stages = stages
+        self.cluster = cluster  # blocks with tiles one below the other, which share that of b
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.pieces = tile_n // EPI  # stored per warpgroup
         self.buffers = self.pieces if stages < 4 else 2  # in shared memory, per warpgroup
@@ -154,11 +155,13 @@ class GroupedGemm:
             cute.slice_(a_layout, (None, None, 0)),
             (self.tile_m, self.tile_k),
         )
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         tma_b, _ = cpasync.make_tiled_tma_atom(
-            load,
+            multicast,
             cute.make_tensor(b, b_matrix),
             cute.slice_(b_layout, (None, None, 0)),
             (self.tile_n, self.tile_k),
+            num_multicast=self.cluster,
         )
         tma_out = None
         if const_expr(not self.scaled):
@@ -172,6 +175,7 @@ class GroupedGemm:
         self.kernel(tma_a, tma_b, tma_out, p).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -197,8 +201,11 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1 + 32 * self.scaled)
-                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS)
+                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS * self.cluster)
             cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(not self.of_weight):
@@ -207,11 +214,11 @@ class GroupedGemm:
         cute.arch.sync_threads()
 
         columns = cute.ceil_div(p.n, self.tile_n)
-        first = cute.arch.block_idx()[0]
-        grid = cute.arch.grid_dim()[0]
+        first = cute.arch.block_idx()[0] // self.cluster
+        grid = cute.arch.grid_dim()[0] // self.cluster
         tiles = Int32(0)
         if const_expr(self.of_weight):
-            tiles = p.groups * cute.ceil_div(p.k, self.tile_m) * columns
+            tiles = p.groups * cute.ceil_div(p.k, self.tile_m * self.cluster) * columns
         else:
             tiles = storage.words.data_ptr()[p.groups + 2] * columns
         search = (storage, p, columns)
@@ -227,6 +234,9 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(232)
             consumer = warpgroup_index - 1
             self.multiply(thread, consumer, ring, search, (first, grid, tiles), tma_out)
+        if const_expr(self.cluster > 1):  # the other block may still write here
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # -- which tile --------------------------------------------------------------------------------
 
@@ -285,9 +295,11 @@ class GroupedGemm:
         row_tile, column = number // columns, number % columns
         group, row, end, low, high = Int32(0), Int32(0), k, Int32(0), k
         if const_expr(self.of_weight):
-            rows = cute.ceil_div(k, self.tile_m)
+            rows = cute.ceil_div(k, self.tile_m * self.cluster)
             group = row_tile // rows
-            row = (row_tile - group * rows) * self.tile_m
+            row = (row_tile - group * rows) * self.tile_m * self.cluster
+            if const_expr(self.cluster > 1):
+                row += cute.arch.block_idx_in_cluster() * self.tile_m
             low = self.bound(p, group + 1)
             high = cutlass.max(self.bound(p, group + 2), low)
         else:
@@ -325,7 +337,10 @@ class GroupedGemm:
                 of_a = cute.domain_offset((row, 0), coordinates(m, k))
                 of_b = cute.domain_offset((column, 0, group), self.places(groups, n, k))
             to_a, from_a = box_copies(tma_a, sa, of_a, (self.tile_m, self.tile_k))
-            to_b, from_b = box_copies(tma_b, sb, of_b, (self.tile_n, self.tile_k))
+            rank = cute.arch.block_idx_in_cluster() if const_expr(self.cluster > 1) else 0
+            to_b, from_b = box_copies(
+                tma_b, sb, of_b, (self.tile_n, self.tile_k), rank, self.cluster
+            )
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 barrier = full + index
@@ -335,7 +350,11 @@ class GroupedGemm:
                     )
                 at_b = (0, step) if const_expr(self.of_weight) else (0, step, 0)
                 cute.copy(tma_a, from_a[None, (0, step)], to_a[None, index], tma_bar_ptr=barrier)
-                cute.copy(tma_b, from_b[None, at_b], to_b[None, index], tma_bar_ptr=barrier)
+                cute.copy(
+                    *(tma_b, from_b[None, at_b], to_b[None, index]),
+                    tma_bar_ptr=barrier,
+                    mcast_mask=cutlass.Int16((1 << self.cluster) - 1),  # unused by one block
+                )
                 index, phase = next_stage(self.stages, index, phase)
 
     # -- products ----------------------------------------------------------------------------------
@@ -371,11 +390,11 @@ class GroupedGemm:
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if step > 0:
-                    release(empty, index - 1 if index > 0 else self.stages - 1)
+                    release(empty, index - 1 if index > 0 else self.stages - 1, self.cluster)
                 index, phase = next_stage(self.stages, index, phase)
             warpgroup.wait_group(0)
             if steps > 0:
-                release(empty, index - 1 if index > 0 else self.stages - 1)
+                release(empty, index - 1 if index > 0 else self.stages - 1, self.cluster)
             at = (row + consumer * EPI, column * self.tile_n, group)
             self.put_out(p, storage, thread % WARPGROUP, consumer, acc, tma_out, at, end)
         if thread % WARPGROUP < 32:
