@@ -79,7 +79,9 @@ def _declared(kernel, enumerator, kind, problems):
 def _function(dtype, kind, shape=_SHAPE):
     element, enumerator = _DTYPES[dtype]
     name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
-    name += f"_{dtype}_{shape[0]}x{shape[1]}" + "_deep" * (shape[2] == 4) + "_pair" * (len(shape) == 4)
+    name += (
+        f"_{dtype}_{shape[0]}x{shape[1]}" + "_deep" * (shape[2] == 4) + "_pair" * (len(shape) == 4)
+    )
     return _declared(GroupedGemm(name, element, kind, *shape), enumerator, kind, _PROBLEMS)
 
 
