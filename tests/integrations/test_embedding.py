@@ -85,6 +85,20 @@ def test_a_shared_weight_has_both_gradients(device, kept, monkeypatch):
     assert not any("_tiercel_lent_table" in vars(m) for m in model.modules())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_training_step_never_waits(name):
+    model = make(name, device="cuda").train()
+    door.apply(model)
+    ids = tokens(device="cuda")
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_without_a_shared_weight_and_without_a_loss():
     model = make("Llama", tie_word_embeddings=False).train()
     door.apply(model)

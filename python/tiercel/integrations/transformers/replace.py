@@ -27,6 +27,7 @@ from tiercel.integrations.transformers.embedding import embedding_forward, why_n
 from tiercel.integrations.transformers.experts import is_experts, why_not
 from tiercel.integrations.transformers.linear import linear_forward, why_not_linear
 from tiercel.integrations.transformers.loss import use_linear_loss
+from tiercel.integrations.transformers.masks import know_one_sequence_each
 from tiercel.integrations.transformers.mlp import Activation, trained
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
 from tiercel.integrations.transformers.routers import router_forward
@@ -154,8 +155,9 @@ def _use_attention(model: nn.Module, report: Report) -> None:
                 _takes_position_ids(submodel)
                 and sum(map(_takes_position_ids, _submodels(submodel))) == 1
             ):
-                handle = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
-                report._undo.append(handle.remove)
+                say = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
+                forget = submodel.register_forward_hook(_forget_one_sequence, always_call=True)
+                report._undo += [say.remove, forget.remove]
 
 
 def _use_experts(model: nn.Module, report: Report) -> None:
@@ -194,10 +196,17 @@ def _takes_position_ids(model: PreTrainedModel) -> bool:
 
 
 def _say_one_sequence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tells attention that no position ids pack several sequences, which a graph cannot see."""
-    if kwargs.get("position_ids") is None and len(args) < 2:
-        return args, {**kwargs, ONE_SEQUENCE: True}
-    return None
+    """Tells masks and attention that no position ids pack several sequences: a graph cannot see
+    that, and elsewhere the host would wait to see it."""
+    one = kwargs.get("position_ids") is None and len(args) < 2
+    if not torch.compiler.is_compiling():
+        know_one_sequence_each(one)
+    return (args, {**kwargs, ONE_SEQUENCE: True}) if one else None
+
+
+def _forget_one_sequence(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        know_one_sequence_each(False)
 
 
 def _compiler_joins() -> bool:
