@@ -25,6 +25,7 @@ from tiercel.core import invariance
 from tiercel.integrations.transformers.attention import ONE_SEQUENCE
 from tiercel.integrations.transformers.embedding import embedding_forward, why_not_embedding
 from tiercel.integrations.transformers.experts import is_experts, why_not
+from tiercel.integrations.transformers.layers import EPSILON, layer_forward
 from tiercel.integrations.transformers.linear import linear_forward, why_not_linear
 from tiercel.integrations.transformers.loss import use_linear_loss
 from tiercel.integrations.transformers.masks import know_one_sequence_each
@@ -275,6 +276,8 @@ def _norm_forward(eps: float, offset: float) -> Forward:
             return type(self).forward(self, x)  # type: ignore[no-any-return]
         return tiercel.rms_norm(x, weight, eps=eps)  # type: ignore[no-any-return]
 
+    if not offset:
+        setattr(forward, EPSILON, eps)
     return forward
 
 
@@ -388,4 +391,5 @@ _KINDS: tuple[tuple[str, Callable[[nn.Module], Forward | str | None]], ...] = (
     ("gated activation", _gated_mlp),
     ("rotary_embedding", rotary_forward),
     ("topk_softmax", router_forward),
+    ("decoder layer", layer_forward),
 )
