@@ -3,7 +3,7 @@
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from linear_layouts_cute import EPI, OPERAND_MAJORS
 
@@ -15,14 +15,10 @@ def next_stage(stages, index, phase):
 
 
 @cute.jit
-def release(empty, index, blocks=1):
-    """One arrival per warp, in each block of the cluster."""
+def release(empty, index):
+    """One arrival per warp."""
     with cute.arch.elect_one():
-        if const_expr(blocks == 1):
-            cute.arch.mbarrier_arrive(empty + index)
-        else:
-            for block in range_constexpr(blocks):
-                cute.arch.mbarrier_arrive(empty + index, block)
+        cute.arch.mbarrier_arrive(empty + index)
 
 
 def sync(barrier, threads):
@@ -34,12 +30,10 @@ def tensor_in(field, layout):
     return field.get_tensor(layout.outer, swizzle=layout.inner)
 
 
-def box_copies(tma, smem, places, box, rank=0, blocks=1):
-    """A TMA copy's stages in shared memory and its boxes in `places`; of a multicast, the share of
-    a block of the cluster."""
+def box_copies(tma, smem, places, box):
+    """A TMA copy's stages in shared memory and its boxes in `places`."""
     boxes = cute.zipped_divide(places, box)
-    smem = cute.group_modes(smem, 0, 2)
-    return cpasync.tma_partition(tma, rank, cute.make_layout(blocks), smem, boxes)
+    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), boxes)
 
 
 def group_places(groups, rows, columns):

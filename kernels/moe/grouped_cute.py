@@ -11,8 +11,6 @@ _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "k
 _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
-_DEEP = (128, 256, 4)
-_PAIRS = ((128, 256, 3, 2), (128, 256, 4, 2))  # and blocks a cluster, for "grad_weight"
 
 # Tiles of float8: for many rows per group, and for few.
 _BLOCKS_SHAPES = ((128, 256, 4), (64, 128, 8))
@@ -40,7 +38,6 @@ def _maps(kernel):
     if kernel.scaled:
         return a, TensorMap("b", ("groups", "n", "k"), (1, *b_box))
     if kernel.of_weight:
-        b_box = (step // kernel.cluster, EPI)
         out = TensorMap("out", ("groups", "k", "n"), (1, EPI, EPI))
         return a, TensorMap("b", ("m", "n"), b_box), out
     sizes = ("n", "k") if kernel.majors[1] == "k" else ("k", "n")
@@ -61,7 +58,6 @@ def _declared(kernel, enumerator, kind, problems):
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
         smem=kernel.smem_bytes(),
-        cluster=(kernel.cluster, 1, 1),
         dependent=True,
     )
     attributes = (
@@ -69,20 +65,16 @@ def _declared(kernel, enumerator, kind, problems):
         f"GroupedKind::{_KINDS[kind]}",
         str(kernel.tile_m),
         str(kernel.tile_n),
-        str(kernel.stages),
-        str(kernel.cluster),
     )
     arguments = (a, b, *parameters, Scalar("blocks"))
     return Function(kernel.name, kernel, arguments, (launch,), attributes, problems)
 
 
-def _function(dtype, kind, shape=_SHAPE):
+def _function(dtype, kind):
     element, enumerator = _DTYPES[dtype]
     name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
-    name += (
-        f"_{dtype}_{shape[0]}x{shape[1]}" + "_deep" * (shape[2] == 4) + "_pair" * (len(shape) == 4)
-    )
-    return _declared(GroupedGemm(name, element, kind, *shape), enumerator, kind, _PROBLEMS)
+    name += f"_{dtype}_{_SHAPE[0]}x{_SHAPE[1]}"
+    return _declared(GroupedGemm(name, element, kind, *_SHAPE), enumerator, kind, _PROBLEMS)
 
 
 def _blocks(tile_m, tile_n, stages):
@@ -93,6 +85,4 @@ def _blocks(tile_m, tile_n, stages):
 
 def functions():
     grouped = [_function(dtype, kind) for dtype in _DTYPES for kind in _KINDS]
-    grouped += [_function("bf16", kind, _DEEP) for kind in _KINDS]
-    grouped += [_function("bf16", "grad_weight", shape) for shape in _PAIRS]
     return [*grouped, *(_blocks(*shape) for shape in _BLOCKS_SHAPES)]

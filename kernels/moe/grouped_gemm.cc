@@ -2,8 +2,6 @@
 #include "kernels/moe/grouped_gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "kernels/moe/grouped_gemm_kernels.h"
@@ -173,11 +171,6 @@ int rows_of_tiles(const GroupedGemmCall& call, const Problem& p) {
 const GroupedGemmKernel* find(GroupedKind kind, DType dtype, int tile_m) {
   for (const GroupedGemmKernel& kernel : KernelTable(grouped_gemm_kernels)) {
     const GroupedGemmVariant& v = kernel.variant;
-    const char* const deep = getenv("TIERCEL_TRIAL_DEEP");
-    const bool wants = deep != nullptr && dtype == DType::kBFloat16 && strchr(deep, "xyw"[static_cast<int>(kind)]) != nullptr;
-    if (dtype != DType::kFloat8E4M3 && (v.stages == 4) != wants) continue;
-    const bool pair = deep != nullptr && dtype == DType::kBFloat16 && kind == GroupedKind::kGradWeight && strchr(deep, 'p') != nullptr;
-    if ((v.cluster == 2) != pair) continue;
     if (v.kind == kind && v.dtype == dtype && v.tile_m == tile_m) return &kernel;
   }
   return nullptr;
@@ -205,10 +198,7 @@ struct Choice {
 
   LaunchConfig config(int multiprocessors) const {
     LaunchConfig config;
-    const int cluster = kernel->variant.cluster;
-    config.grid.x =
-        static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors / cluster) * cluster);
-    config.cluster.x = static_cast<uint32_t>(cluster);
+    config.grid.x = static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors));
     config.block.x = kernel->block;
     config.dynamic_smem = kernel->dynamic_smem;
     config.dependent = kernel->dependent;
@@ -230,7 +220,7 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
   // Each group may end within a tile, and so may the rows before the first and after the last
   // group.
   int64_t rows = std::min(p.m, p.m / v.tile_m + p.groups + 2);
-  if (of_weight) rows = p.groups * ceil_div(p.k, int64_t{v.tile_m} * v.cluster);
+  if (of_weight) rows = p.groups * ceil_div(p.k, v.tile_m);
   if (p.capacity != 0) rows = p.groups * ceil_div(p.capacity, v.tile_m);
   choice->tiles = rows * ceil_div(p.n, v.tile_n);
   if (choice->tiles > INT32_MAX / 4) {

@@ -71,7 +71,7 @@ class GroupedGemm:
     arguments = Arguments
     scaled = False  # float8 with scales of blocks: grouped_blocks_cute.py
 
-    def __init__(self, name, dtype, kind, tile_m, tile_n, stages, cluster=1):
+    def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
         self.name = name
         self.dtype = self.out_dtype = dtype
         self.of_weight = kind == "grad_weight"
@@ -80,11 +80,9 @@ class GroupedGemm:
         self.tile_k = ROW * 8 // dtype.width  # elements of the sum per stage
         self.unit = 128 // dtype.width  # elements in 16 bytes
         self.stages = stages
-        self.cluster = cluster  # blocks with tiles one below the other, which share that of b
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.pieces = tile_n // EPI  # stored per warpgroup
-        self.buffers = self.pieces if stages < 4 else 2  # in shared memory, per warpgroup
-        self.at_once = 1 if stages == 4 else self.pieces  # stored in one group
+        self.buffers = self.pieces  # in shared memory, per warpgroup
         self.words = MOST_GROUPS + 4  # of the table of tiles
         assert self.scaled or tile_m == CONSUMERS * EPI
 
@@ -155,13 +153,11 @@ class GroupedGemm:
             cute.slice_(a_layout, (None, None, 0)),
             (self.tile_m, self.tile_k),
         )
-        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         tma_b, _ = cpasync.make_tiled_tma_atom(
-            multicast,
+            load,
             cute.make_tensor(b, b_matrix),
             cute.slice_(b_layout, (None, None, 0)),
             (self.tile_n, self.tile_k),
-            num_multicast=self.cluster,
         )
         tma_out = None
         if const_expr(not self.scaled):
@@ -175,7 +171,6 @@ class GroupedGemm:
         self.kernel(tma_a, tma_b, tma_out, p).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -201,11 +196,8 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1 + 32 * self.scaled)
-                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS * self.cluster)
+                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(not self.of_weight):
@@ -214,11 +206,11 @@ class GroupedGemm:
         cute.arch.sync_threads()
 
         columns = cute.ceil_div(p.n, self.tile_n)
-        first = cute.arch.block_idx()[0] // self.cluster
-        grid = cute.arch.grid_dim()[0] // self.cluster
+        first = cute.arch.block_idx()[0]
+        grid = cute.arch.grid_dim()[0]
         tiles = Int32(0)
         if const_expr(self.of_weight):
-            tiles = p.groups * cute.ceil_div(p.k, self.tile_m * self.cluster) * columns
+            tiles = p.groups * cute.ceil_div(p.k, self.tile_m) * columns
         else:
             tiles = storage.words.data_ptr()[p.groups + 2] * columns
         search = (storage, p, columns)
@@ -234,9 +226,6 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(232)
             consumer = warpgroup_index - 1
             self.multiply(thread, consumer, ring, search, (first, grid, tiles), tma_out)
-        if const_expr(self.cluster > 1):  # the other block may still write here
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     # -- which tile --------------------------------------------------------------------------------
 
@@ -295,11 +284,9 @@ class GroupedGemm:
         row_tile, column = number // columns, number % columns
         group, row, end, low, high = Int32(0), Int32(0), k, Int32(0), k
         if const_expr(self.of_weight):
-            rows = cute.ceil_div(k, self.tile_m * self.cluster)
+            rows = cute.ceil_div(k, self.tile_m)
             group = row_tile // rows
-            row = (row_tile - group * rows) * self.tile_m * self.cluster
-            if const_expr(self.cluster > 1):
-                row += cute.arch.block_idx_in_cluster() * self.tile_m
+            row = (row_tile - group * rows) * self.tile_m
             low = self.bound(p, group + 1)
             high = cutlass.max(self.bound(p, group + 2), low)
         else:
@@ -337,10 +324,7 @@ class GroupedGemm:
                 of_a = cute.domain_offset((row, 0), coordinates(m, k))
                 of_b = cute.domain_offset((column, 0, group), self.places(groups, n, k))
             to_a, from_a = box_copies(tma_a, sa, of_a, (self.tile_m, self.tile_k))
-            rank = cute.arch.block_idx_in_cluster() if const_expr(self.cluster > 1) else 0
-            to_b, from_b = box_copies(
-                tma_b, sb, of_b, (self.tile_n, self.tile_k), rank, self.cluster
-            )
+            to_b, from_b = box_copies(tma_b, sb, of_b, (self.tile_n, self.tile_k))
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 barrier = full + index
@@ -350,11 +334,7 @@ class GroupedGemm:
                     )
                 at_b = (0, step) if const_expr(self.of_weight) else (0, step, 0)
                 cute.copy(tma_a, from_a[None, (0, step)], to_a[None, index], tma_bar_ptr=barrier)
-                cute.copy(
-                    *(tma_b, from_b[None, at_b], to_b[None, index]),
-                    tma_bar_ptr=barrier,
-                    mcast_mask=cutlass.Int16((1 << self.cluster) - 1),  # unused by one block
-                )
+                cute.copy(tma_b, from_b[None, at_b], to_b[None, index], tma_bar_ptr=barrier)
                 index, phase = next_stage(self.stages, index, phase)
 
     # -- products ----------------------------------------------------------------------------------
@@ -390,11 +370,11 @@ class GroupedGemm:
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if step > 0:
-                    release(empty, index - 1 if index > 0 else self.stages - 1, self.cluster)
+                    release(empty, index - 1 if index > 0 else self.stages - 1)
                 index, phase = next_stage(self.stages, index, phase)
             warpgroup.wait_group(0)
             if steps > 0:
-                release(empty, index - 1 if index > 0 else self.stages - 1, self.cluster)
+                release(empty, index - 1 if index > 0 else self.stages - 1)
             at = (row + consumer * EPI, column * self.tile_n, group)
             self.put_out(p, storage, thread % WARPGROUP, consumer, acc, tma_out, at, end)
         if thread % WARPGROUP < 32:
@@ -428,38 +408,33 @@ class GroupedGemm:
         _, _, layout = self.smem_layouts()
         sy, r2s, to_sy, piece = result_copies(self.dtype, storage.y, layout, wg_thread)
         storing = wg_thread < 32
+        if storing:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync(_WARPGROUP + consumer, WARPGROUP)
+        for chunk in cutlass.range_constexpr(self.pieces):
+            for i in cutlass.range_constexpr(EPI // 2):
+                piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
+            cute.copy(r2s, piece, to_sy[None, None, None, consumer * self.pieces + chunk])
         # A group's matrix ends where its map does.
         whole = True if const_expr(self.of_weight) else row + EPI <= end
-        for start in cutlass.range_constexpr(0, self.pieces, self.at_once):
-            if storing:
-                if whole:
-                    cute.arch.cp_async_bulk_wait_group(self.buffers // self.at_once - 1, read=True)
-                else:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if whole:
+            cute.arch.fence_proxy("async.shared", space="cta")
             sync(_WARPGROUP + consumer, WARPGROUP)
-            for chunk in cutlass.range_constexpr(start, start + self.at_once):
-                here = consumer * self.buffers + chunk % self.buffers
-                for i in cutlass.range_constexpr(EPI // 2):
-                    piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
-                cute.copy(r2s, piece, to_sy[None, None, None, here])
-            if whole:
-                cute.arch.fence_proxy("async.shared", space="cta")
-                sync(_WARPGROUP + consumer, WARPGROUP)
-                if storing:
-                    places = self.results(p.m, p.groups, p.n, p.k)
-                    first = at if const_expr(self.of_weight) else (row, column)
-                    places = cute.domain_offset(first, places)
-                    from_sy, to = box_copies(tma_out, sy, places, (EPI, EPI))
-                    for chunk in cutlass.range_constexpr(start, start + self.at_once):
-                        there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
-                        here = consumer * self.buffers + chunk % self.buffers
-                        cute.copy(tma_out, from_sy[None, here], to[None, there])
-                    cute.arch.cp_async_bulk_commit_group()
-            else:
-                cute.arch.sync_warp()
-                for chunk in cutlass.range_constexpr(start, start + self.at_once):
-                    here = consumer * self.buffers + chunk % self.buffers
-                    self.store_rows(p, storage, here, wg_thread, row, end, column + chunk * EPI)
+            if storing:
+                places = self.results(p.m, p.groups, p.n, p.k)
+                first = at if const_expr(self.of_weight) else (row, column)
+                places = cute.domain_offset(first, places)
+                from_sy, to = box_copies(tma_out, sy, places, (EPI, EPI))
+                for chunk in cutlass.range_constexpr(self.pieces):
+                    there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
+                    here = consumer * self.pieces + chunk
+                    cute.copy(tma_out, from_sy[None, here], to[None, there])
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.sync_warp()
+            for chunk in cutlass.range_constexpr(self.pieces):
+                here = consumer * self.pieces + chunk
+                self.store_rows(p, storage, here, wg_thread, row, end, column + chunk * EPI)
 
     @cute.jit
     def store_rows(self, p, storage, piece, wg_thread, row, end, column):

@@ -13,8 +13,6 @@ struct GroupedGemmVariant {
   GroupedKind kind;
   int tile_m;
   int tile_n;
-  int stages;
-  int cluster;
 };
 
 // The kernel's parameters by the names that grouped_gemm_cute.py gives them. The order here does
