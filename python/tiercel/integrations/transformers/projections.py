@@ -25,9 +25,11 @@ _KEPT = "_tiercel_input"  # on a result: keeps that alive as long as the result 
 
 def trained_linear(weight: Any, bias: Any, x: Tensor) -> Tensor | None:
     """`nn.functional.linear` by `_Linear`, or None where that does not pay or does not apply."""
+    if torch.compiler.is_compiling():
+        return None
     if type(x) is not Tensor or x.dtype not in _DTYPES or x.grad_fn is None:
         return None
-    if torch.compiler.is_compiling() or math.prod(x.shape[:-1]) < _LEAST_ROWS:
+    if math.prod(x.shape[:-1]) < _LEAST_ROWS:
         return None
     for tensor in (weight, bias):
         if tensor is not None and (type(tensor) is not nn.Parameter or tensor.dtype != x.dtype):
