@@ -171,5 +171,5 @@ def test_the_gradients_of_fused_moe(case):
     w_up, w_down = draw.normal(experts, 2 * inner, hidden), draw.normal(experts, hidden, inner)
     tensors = (x, grad, w_up, w_down, draw.uniform(tokens, k), ids)
     saved = (pre, places.view(tokens, k), offsets)
-    found, _ = run("fused_moe_backward", *tensors, *saved, "silu", None, *[True] * 4, None)
+    found, _ = run("fused_moe_backward", *tensors, *saved, "silu", None, *[True] * 4, False, None)
     assert [tuple(t.shape) for t in found] == [tuple(t.shape) for t in (x, w_up, w_down, ids)]

@@ -54,13 +54,17 @@ def check(values, activation="silu", expert_map=None):
     options = (activation, expert_map)
     out, pre, places, offsets = sm90("fused_moe_with_gradient")(*values, *options, None)
     assert_near(out, due_out, x.dtype)
-    back = sm90("fused_moe_backward")
-    found = back(x, grad, *rest, ids, pre, places, offsets, *options, *ALL, None)
+    back, kept = sm90("fused_moe_backward"), pre.clone()
+    found = back(x, grad, *rest, ids, pre, places, offsets, *options, *ALL, False, None)
+    assert torch.equal(pre, kept)
     for got, exactly in zip(found, due, strict=True):
         assert got.shape == exactly.shape
         assert_near(got, exactly, x.dtype)
-    again = back(x, grad, *rest, ids, None, None, None, *options, *ALL, None)
+    again = back(x, grad, *rest, ids, None, None, None, *options, *ALL, False, None)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    in_place = back(x, grad, *rest, ids, pre, places, offsets, *options, *ALL, True, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, in_place, strict=True))
+    assert pre.numel() == 0 or not torch.equal(pre, kept)
     return found, places, offsets
 
 
@@ -115,7 +119,7 @@ def test_a_gradient_that_is_one_number():
     back, grad = sm90("fused_moe_backward"), torch.ones(1, 1).bfloat16().expand(12, 64)
     more = (x, *rest, ids)
     found = [
-        back(x, g, *rest, ids, None, None, None, "silu", None, *ALL, None)
+        back(x, g, *rest, ids, None, None, None, "silu", None, *ALL, False, None)
         for g in (grad, grad.contiguous())
     ]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -127,8 +131,8 @@ def test_one_gradient(wanted):
     x, *rest, ids = data(12, 3, 2, 64, 32)
     back, grad = sm90("fused_moe_backward"), torch.ones(12, 64).bfloat16()
     flags = [i == wanted for i in range(4)]
-    every = back(x, grad, *rest, ids, None, None, None, "silu", None, *ALL, None)
-    some = back(x, grad, *rest, ids, None, None, None, "silu", None, *flags, None)
+    every = back(x, grad, *rest, ids, None, None, None, "silu", None, *ALL, False, None)
+    some = back(x, grad, *rest, ids, None, None, None, "silu", None, *flags, False, None)
     for i, (got, due) in enumerate(zip(some, every, strict=True)):
         assert torch.equal(got, due) if i == wanted else got.numel() == 0
 

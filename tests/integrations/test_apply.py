@@ -13,6 +13,7 @@ from support.tiny_models import MODELS, distance, make, tokens
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
 
 import tiercel
 import tiercel.integrations.transformers as door
@@ -49,6 +50,10 @@ def test_what_is_replaced_and_undone(name):
     found = {op: len(names) for op, names in report.replaced.items()}
     linear = sum(type(module) is nn.Linear for module in other.modules()) - 1  # the output layer
     due = {**EXPECTED[name], "attention": 2, "linear_cross_entropy": 1, "linear_act": linear}
+    # Gemma's subclass scales rows.
+    plain = sum(type(module) is nn.Embedding for module in other.modules())
+    due |= {"embedding": plain} if plain else {}
+    due |= {} if name in ("Gemma2", "Gemma3", "GptOss", "Phi3") else {"decoder layer": 2}
     assert found == due and linear > 0
     assert set(report.kept.values()) == ({"experts with biases"} if name == "GptOss" else set())
     for op, count in found.items():
@@ -65,6 +70,30 @@ def test_what_is_replaced_and_undone(name):
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert model.config._attn_implementation == "eager"
         assert torch.equal(model(tokens()).logits, before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nobody_looks_at_position_ids_that_are_not_given(fails, monkeypatch):
+    """The look, which waits for the GPU, ends with a call of `is_tracing`."""
+    model = make("Llama")
+    door.apply(model)
+    looks = []
+    look = masking_utils.is_tracing
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda x: looks.append(1) or look(x))
+    ids = tokens()
+    at = torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        if fails:
+            with pytest.raises(IndexError):
+                model(ids + 1000, use_cache=False)
+        else:
+            found = model(ids, use_cache=False).logits
+            assert not looks
+            assert torch.equal(model(ids, position_ids=at, use_cache=False).logits, found)
+        looks.clear()
+        other = make("Llama", attention="sdpa")
+        other(ids, use_cache=False)
+        assert looks
 
 
 def test_a_copy_of_the_model_has_weights_of_its_own():

@@ -206,12 +206,15 @@ def test_replaced(name, tmp_path):
     model = run.build(sizes, sizes.layers, "cpu")
     linear = sum(type(module) is torch.nn.Linear for module in model.modules())
     linear -= 1  # the output layer
+    embeddings = sum(type(module) is torch.nn.Embedding for module in model.modules())
     report = apply(model)
     found = {op: len(names) for op, names in report.replaced.items()}
     norms, gated, routers, experts = REPLACED[name]
     due = {"attention": 2, "linear_cross_entropy": 1, "rotary_embedding": 2, "rms_norm": norms}
     due |= {"gated activation": gated, "topk_softmax": routers, "fused_moe": experts}
     due["linear_act"] = linear
+    due["embedding"] = embeddings
+    due["decoder layer"] = 0 if name in ("gpt-oss-20b", "Gemma-3-1B") else 2
     assert found == {op: n for op, n in due.items() if n}
     kept = {"experts with biases"} if sizes.mxfp4 else set()
     assert set(report.kept.values()) == kept

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of a Hugging Face model: decoding steps on `linear_act`."""
+"""Linear layers of a Hugging Face model: decoding steps on `linear_act`, training as one function
+of autograd."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import tiercel
 from tiercel.core import invariance
+from tiercel.integrations.transformers.projections import trained_linear
 
 _FEW_ROWS = 64  # up to which reading the weight is all that a linear layer costs
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -33,7 +35,8 @@ def why_not_linear(module: nn.Module) -> str | None:
 
 
 def linear_forward(self: nn.Module, x: Tensor) -> Tensor:
-    """That of `nn.Linear`, with our kernel for few rows in 16 bits without gradients."""
+    """That of `nn.Linear`, with our kernel for few rows in 16 bits without gradients; with
+    gradients of many rows, see `trained_linear`."""
     weight: Any = self.weight
     bias: Any = self.bias
     # In an exported graph the number of tokens would become a constraint.
@@ -42,6 +45,10 @@ def linear_forward(self: nn.Module, x: Tensor) -> Tensor:
         # The batch-invariant mode's products are ours.
         if (few or invariance.watched) and _fits(x, weight):
             return tiercel.linear_act(x, weight, bias, activation="none")  # type: ignore[no-any-return]
+    elif torch.is_grad_enabled():
+        result = trained_linear(weight, bias, x)
+        if result is not None:
+            return result
     return nn.functional.linear(x, weight, bias)
 
 

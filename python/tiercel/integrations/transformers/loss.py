@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 import tiercel
+from tiercel.integrations.transformers.embedding import lend, lent_table, take_back
 from tiercel.integrations.transformers.linear import linear_forward
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,9 +104,11 @@ def _forward(self: PreTrainedModel, head: Any, given: dict[str, Any]) -> Any:
     setattr(head, _ACTIVE, (cap,))
     if cap is not None:
         setattr(self.config, _SOFTCAP, None)
+    lent = () if torch.compiler.is_compiling() else lend(self, head)
     try:
         outputs = own(self, **given, return_dict=True)
     finally:
+        take_back(lent)
         setattr(head, _ACTIVE, ())
         if cap is not None:
             setattr(self.config, _SOFTCAP, cap)
@@ -141,7 +144,7 @@ def _loss(
     def loss(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return tiercel.linear_cross_entropy(  # type: ignore[no-any-return]
             x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype),
-            weight,
+            lent_table(head, weight),
             target,
             bias,
             scale=scale,

@@ -8,11 +8,13 @@ attention of every layer. A mask of all scores is made only where no other form 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -20,6 +22,37 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 from transformers.utils.import_utils import is_tracing
+
+
+class _Rows(threading.local):
+    """What is known of a forward that runs."""
+
+    one_sequence_each = False
+
+
+_rows = _Rows()
+
+
+def know_one_sequence_each(known: bool) -> None:
+    """Of this thread's forwards from now on: each row of tokens is one sequence."""
+    _rows.one_sequence_each = known
+
+
+def _look_for_sequences(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' look at position ids, for which the host waits until the GPU has ended all
+    that it was given; not where `apply` knows the answer."""
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        if not torch.compiler.is_compiling() and _rows.one_sequence_each:
+            return None
+        return theirs(position_ids)  # type: ignore[no-any-return]
+
+    return find
+
+
+masking_utils.find_packed_sequence_indices = _look_for_sequences(
+    masking_utils.find_packed_sequence_indices
+)
 
 
 @dataclasses.dataclass(eq=False)

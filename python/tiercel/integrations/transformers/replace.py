@@ -23,9 +23,12 @@ from transformers import PreTrainedModel
 import tiercel
 from tiercel.core import invariance
 from tiercel.integrations.transformers.attention import ONE_SEQUENCE
+from tiercel.integrations.transformers.embedding import embedding_forward, why_not_embedding
 from tiercel.integrations.transformers.experts import is_experts, why_not
+from tiercel.integrations.transformers.layers import EPSILON, layer_forward
 from tiercel.integrations.transformers.linear import linear_forward, why_not_linear
 from tiercel.integrations.transformers.loss import use_linear_loss
+from tiercel.integrations.transformers.masks import know_one_sequence_each
 from tiercel.integrations.transformers.mlp import Activation, trained
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
 from tiercel.integrations.transformers.routers import router_forward
@@ -90,18 +93,26 @@ def apply(model: nn.Module) -> Report:
     _use_attention(model, report)
     _use_experts(model, report)
     _use_loss(model, report)
-    _use_linear(model, report)
+    _use_plain(model, report, "linear_act", why_not_linear, linear_forward)
+    _use_plain(model, report, "embedding", why_not_embedding, embedding_forward)
     return report
 
 
-def _use_linear(model: nn.Module, report: Report) -> None:
-    """Output layers, whose forward the loss has replaced, call ours there."""
+def _use_plain(
+    model: nn.Module,
+    report: Report,
+    op: str,
+    why_not: Callable[[nn.Module], str | None],
+    found: Forward,
+) -> None:
+    """Linear layers and embeddings. The output layer, whose forward the loss has replaced, calls
+    ours there."""
     for name, module in model.named_modules():
-        why = why_not_linear(module)
+        why = why_not(module)
         if why is None:
-            module.forward = types.MethodType(linear_forward, module)
+            module.forward = types.MethodType(found, module)
             report._undo.append(lambda module=module: vars(module).pop("forward", None))
-            report.replaced.setdefault("linear_act", []).append(name)
+            report.replaced.setdefault(op, []).append(name)
         elif why:
             report.kept[name] = f"{type(module).__name__}: {why}"
 
@@ -145,8 +156,9 @@ def _use_attention(model: nn.Module, report: Report) -> None:
                 _takes_position_ids(submodel)
                 and sum(map(_takes_position_ids, _submodels(submodel))) == 1
             ):
-                handle = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
-                report._undo.append(handle.remove)
+                say = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
+                forget = submodel.register_forward_hook(_forget_one_sequence, always_call=True)
+                report._undo += [say.remove, forget.remove]
 
 
 def _use_experts(model: nn.Module, report: Report) -> None:
@@ -185,10 +197,17 @@ def _takes_position_ids(model: PreTrainedModel) -> bool:
 
 
 def _say_one_sequence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tells attention that no position ids pack several sequences, which a graph cannot see."""
-    if kwargs.get("position_ids") is None and len(args) < 2:
-        return args, {**kwargs, ONE_SEQUENCE: True}
-    return None
+    """Tells masks and attention that no position ids pack several sequences: a graph cannot see
+    that, and elsewhere the host would wait to see it."""
+    one = kwargs.get("position_ids") is None and len(args) < 2
+    if not torch.compiler.is_compiling():
+        know_one_sequence_each(one)
+    return (args, {**kwargs, ONE_SEQUENCE: True}) if one else None
+
+
+def _forget_one_sequence(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        know_one_sequence_each(False)
 
 
 def _compiler_joins() -> bool:
@@ -257,6 +276,8 @@ def _norm_forward(eps: float, offset: float) -> Forward:
             return type(self).forward(self, x)  # type: ignore[no-any-return]
         return tiercel.rms_norm(x, weight, eps=eps)  # type: ignore[no-any-return]
 
+    if not offset:
+        setattr(forward, EPSILON, eps)
     return forward
 
 
@@ -370,4 +391,5 @@ _KINDS: tuple[tuple[str, Callable[[nn.Module], Forward | str | None]], ...] = (
     ("gated activation", _gated_mlp),
     ("rotary_embedding", rotary_forward),
     ("topk_softmax", router_forward),
+    ("decoder layer", layer_forward),
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel.core import platform
 from tiercel.core.index_checks import Index
 from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
@@ -17,7 +18,7 @@ from tiercel.ops._gradient import grad_dtype
 from tiercel.ops._rows import rows
 from tiercel.ops.loss import reference as ref
 from tiercel.ops.loss import spec
-from tiercel.ops.loss.chunks import divide, losses, options_of, with_gradient
+from tiercel.ops.loss.chunks import add_targets, divide, losses, options_of, with_gradient
 from tiercel.ops.loss.op import check_reduction, constant, scaled, target_rule
 
 __all__ = ["linear_cross_entropy"]
@@ -48,6 +49,21 @@ def _mean_scale(target: Tensor, class_weight: Tensor | None, ignore_index: int) 
 def _at_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int) -> None:
     places, order = target.int().sort(stable=True)
     _C.target_rows(sums, x, places, order, by)
+
+
+def add_rows(sums: Tensor, x: Tensor, target: Tensor, ignore_index: int | None) -> None:
+    """Adds each row of x to the row of `sums` that its target names, in float32, rounded once.
+
+    Both are contiguous and of one 16-bit dtype; all targets are rows of `sums`.
+    """
+    by = torch.ones_like(target, dtype=torch.float32)
+    ignored = None if ignore_index is None else target == ignore_index
+    if platform.why_not(sums.device) is None:
+        _at_targets(sums, x, target if ignored is None else target.masked_fill(ignored, -1), by, 0)
+        return
+    if ignored is not None:
+        by = by.masked_fill(ignored, 0)
+    add_targets(sums, x, target.long(), by, x.nbytes)
 
 
 def _load(device: int) -> None:

@@ -220,8 +220,10 @@ def fused_moe_backward(
     for_w_up: bool = True,
     for_w_down: bool = True,
     for_topk_weights: bool = True,
+    overwrites_pre: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The gradients of :func:`tiercel.fused_moe`; without elements where none is wanted."""
+    """The gradients of :func:`tiercel.fused_moe`; without elements where none is wanted. Whether
+    `pre` may be overwritten makes no difference here."""
     if pre is None or places is None or offsets is None:
         places, offsets = _places(topk_ids, w_up.shape[0], expert_map)
         pre = grouped_gemm(_to_rows(x, places), w_up, offsets)

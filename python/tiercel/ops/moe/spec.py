@@ -156,7 +156,8 @@ def _gradient(of: str) -> Tensor:
 
 _X, _W_UP, _W_DOWN, _WEIGHTS, _IDS, _, _MAP = FUSED_MOE_WITH_GRADIENT.arguments
 
-# Its gradients. What the forward saved is made again if it is not given.
+# Its gradients. What the forward saved is made again if it is not given. With `overwrites_pre`
+# the memory of `pre` is used for its gradient: for callers that need it no more.
 FUSED_MOE_BACKWARD = FUSED_MOE_WITH_GRADIENT.changed(
     name="fused_moe_backward",
     arguments=(
@@ -170,6 +171,7 @@ FUSED_MOE_BACKWARD = FUSED_MOE_WITH_GRADIENT.changed(
         _ACTIVATION,
         _MAP,
         *(Bool(f"for_{name}", True) for name in GRADIENTS),
+        Bool("overwrites_pre", False),
     ),
     results=[_gradient(name) for name in GRADIENTS],
     together=("pre", "places", "offsets"),

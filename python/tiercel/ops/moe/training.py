@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel.core.eager import DIRECT, route
 from tiercel.core.index_checks import Index, part_bounds, places
 from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
@@ -108,13 +109,16 @@ def _backward(call: Call) -> tuple[Tensor, ...]:
     x, grad = call.x, call.grad
     found = dict.fromkeys(spec.GRADIENTS[:3], x.new_empty(0))
     rows, pre = _Rows.of(call), call.pre
+    own = pre is None or call.overwrites_pre
     if pre is None:
         pre = rows.multiply(rows.spread(x), call.w_up)
     outer = rows.spread(grad)
     inner = rows.gradient_of_rows(outer, call.w_down)
-    grad_pre, grad_weights = torch.empty_like(pre), torch.empty_like(call.topk_weights)
+    grad_pre = pre if own else torch.empty_like(pre)
+    grad_weights = torch.empty_like(call.topk_weights)
     index = ACTIVATION_INDEX[call.activation]
-    # `inner` becomes what the second matrices' rows were multiplied with, by the weights.
+    # `inner` becomes what the second matrices' rows were multiplied with, by the weights. A thread
+    # has read what it writes, so that both may stay in their place.
     _C.moe_gate_backward(inner, pre, rows.at, call.topk_weights, grad_pre, grad_weights, index)
     if call.for_w_down:
         found["w_down"] = rows.gradient_of_weights(outer, inner)
@@ -190,7 +194,12 @@ def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> dict[str, Tensor | None
     x, *weights = inputs
     backend = ctx.backend if ctx.backend in ("sm90", "ref") else None
     given = (x, grad, *weights, topk_ids, pre, at, offsets, ctx.activation, expert_map)
-    found = _BACKWARD(*given, *wanted.values(), backend)
+    # The graph ends with this backward unless it is kept; where something watches, nobody knows.
+    kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    overwrites = pre is not None and not kept and route(pre, grad) == DIRECT
+    found = _BACKWARD(*given, *wanted.values(), overwrites, backend)
+    if overwrites:
+        torch._C._increment_version([pre])
     return {name: t if wanted[name] else None for name, t in zip(wanted, found, strict=True)}
 
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of one input in training, as q, k and v of attention: their gradients of it are
+added by the products.
+
+PyTorch adds three tensors of the input's size in two more passes. Here each layer hands the input
+on to the next one that is called with it, and so gets that one's gradient of it to add its own to.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+# With fewer rows a pass takes less time than the host does for this.
+_LEAST_ROWS = 4096
+_DTYPES = (torch.bfloat16, torch.float16)
+_NEXT = "_tiercel_handed_on"  # on an input: a weak reference to what the next layer takes instead
+_KEPT = "_tiercel_input"  # on a result: keeps that alive as long as the result is
+
+
+def trained_linear(weight: Any, bias: Any, x: Tensor) -> Tensor | None:
+    """`nn.functional.linear` by `_Linear`, or None where that does not pay or does not apply."""
+    if torch.compiler.is_compiling():
+        return None
+    if type(x) is not Tensor or x.dtype not in _DTYPES or x.grad_fn is None:
+        return None
+    if math.prod(x.shape[:-1]) < _LEAST_ROWS:
+        return None
+    for tensor in (weight, bias):
+        if tensor is not None and (type(tensor) is not nn.Parameter or tensor.dtype != x.dtype):
+            return None
+    if torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0:  # inside a dual level
+        return None
+    # The attribute of a tensor holds no tensor, so that no graph holds itself.
+    known = getattr(x, _NEXT, None)
+    handed = None if known is None else known()
+    result, rest = _Linear.apply(x if handed is None else handed, weight, bias)
+    setattr(x, _NEXT, weakref.ref(rest))
+    setattr(result, _KEPT, rest)
+    return result  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    """x, weight and bias or None: the layer's result, and x for the next layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight, bias), x.view_as(x)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor | None, of_others: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if grad is None:
+            return of_others, None, None
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        shape = x.shape
+        grad, x = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
+        of_x = None
+        if wants_x and of_others is None:
+            of_x = (grad @ weight).view(shape)
+        elif wants_x:
+            rows = of_others.reshape(x.shape)  # type: ignore[union-attr]
+            # Nobody else has it: it is from the next layer's backward alone.
+            add = rows.addmm if torch.is_grad_enabled() else rows.addmm_
+            of_x = add(grad, weight).view(shape)
+        return (
+            of_x,
+            grad.t() @ x if wants_weight else None,
+            grad.sum(0) if wants_bias else None,
+        )

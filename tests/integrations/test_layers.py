@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers in training: additions in the norms' kernels."""
+
+import copy
+import types
+
+import pytest
+import torch
+import transformers
+from support.tiny_models import make, tokens
+from torch import nn
+
+import tiercel
+import tiercel.integrations.transformers as door
+from tiercel.integrations.transformers import layers
+
+pytestmark = pytest.mark.torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_are_enough(monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_ROWS", 1)
+
+
+def count_norms(monkeypatch):
+    """The gradients of which a kernel adds what comes past the norm."""
+    added = []
+    apply = layers._Norm.apply
+    monkeypatch.setattr(layers._Norm, "apply", lambda *a: added.append(1) or apply(*a))
+    return added
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "checkpoints"),
+    # A mixture may choose other experts when its layers run again.
+    [("Llama", None), ("Llama", True), ("Llama", False), ("Qwen3Moe", None)],
+)
+def test_a_model(name, checkpoints, device, monkeypatch):
+    ours = make(name, device=device).train()
+    wide, usual = copy.deepcopy(ours).float(), copy.deepcopy(ours)
+    assert len(door.apply(ours).replaced["decoder layer"]) == 2
+    if checkpoints is not None:
+        ours.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+    added = count_norms(monkeypatch)
+    ids = tokens(device=device)
+    for model in (ours, usual, wide):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(added) == (2 if checkpoints is None else 4 - checkpoints * 2)
+    for mine, theirs, right in zip(*(m.parameters() for m in (ours, usual, wide)), strict=True):
+        errors = [(p.grad.float() - right.grad).norm() for p in (mine, theirs)]
+        assert errors[0] <= 1.25 * errors[1] + 2e-3 * right.grad.norm()
+
+
+def one_layer():
+    model = make("Llama").train()
+    plain = copy.deepcopy(model)
+    door.apply(model)
+    x = torch.randn(2, 5, model.config.hidden_size).bfloat16().requires_grad_()
+    at = plain.model.rotary_emb(x, torch.arange(5)[None])
+    return model.model.layers[0], plain.model.layers[0], x, {"position_embeddings": at}
+
+
+def test_gradients_can_be_differentiated_again():
+    x = torch.randn(4, 8, requires_grad=True)
+    weight = nn.Parameter(torch.rand(8) + 0.5)
+
+    def ours(x):
+        return layers._Norm.apply(x, weight, 1e-6)
+
+    def plain(x):
+        return tiercel.ref.rms_norm(x, weight, eps=1e-6), x
+
+    found = []
+    for function in (ours, plain):
+        normed, past = function(x)
+        loss = normed.pow(3).sum() + past.pow(3).sum()
+        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        loss = sum(t.square().sum() for t in first)
+        found.append((*first, *torch.autograd.grad(loss, (x, weight))))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_what_keeps_the_layer_s_own_forward(monkeypatch):
+    ours, _, x, more = one_layer()
+    added = count_norms(monkeypatch)
+    with torch.no_grad():
+        ours(x, **more)
+    ours(x.detach(), **more)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(x, **more)
+    handle = ours.input_layernorm.register_forward_hook(lambda *a: None)
+    ours(x, **more)
+    assert not added
+    handle.remove()
+    ours(x, **more)
+    assert len(added) == 1
+
+
+class Scaled(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):
+        return 0.5 * super().forward(hidden_states, **kwargs)
+
+
+class Drops(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    def forward(self, hidden_states, **kwargs):
+        return nn.functional.dropout(super().forward(hidden_states, **kwargs), 0.1, self.training)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Drops])
+def test_layers_that_compute_something_else(kind):
+    model = make("Llama")
+    for layer in model.model.layers:
+        layer.__class__ = kind
+    assert "decoder layer" not in door.apply(model).replaced
+
+
+def test_a_layer_with_a_forward_of_its_own():
+    model = make("Llama")
+    layer = model.model.layers[1]
+    layer.forward = types.MethodType(type(layer).forward, layer)
+    report = door.apply(model)
+    assert report.replaced["decoder layer"] == ["model.layers.0"]
+    assert report.kept["model.layers.1"] == "LlamaDecoderLayer: its forward is replaced already"
