@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
   constexpr int kScaleWarps = kStages % 3 == 0 ? 3 : 2;
   // Operands of each 32 of K; with registers for four, decoding runs further ahead.
-  constexpr int kBuffers = kGroups == 1 ? 4 : 2;
+  constexpr int kBuffers = kGroups == 1 || kTokens <= 64 ? 4 : 2;
   extern __shared__ __align__(1024) char shared[];
   __shared__ W4Barriers<Shape> barriers;
   const W4Share share(args, kTokens);
@@ -109,6 +109,8 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
   for (float& sum : sums) sum = 0.0f;
   // Without the shuffle the compiler computes it anew in each step.
   const uint32_t choice = __shfl_sync(0xffffffffu, byte_choice<kFloats>(lane % 4), lane);
+  // An instruction takes one constant, and the mask is one.
+  const uint32_t whole = __shfl_sync(0xffffffffu, kWhole<kBFloat16> + (args.k >> 31), lane);
   const uint64_t tiles = rows_descriptor(shared_address(shared));
   // This thread's first row of weights, and chunks of 16 bytes swizzled by rows.
   const char* const weights = shared + Shape::kXBytes + my_row * kRowBytes;
@@ -139,7 +141,8 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t pairs[2];
-        decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice);
+        decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice,
+                                         whole);
         scale_pairs<kFloats, kBFloat16>(pairs, scales[half], chunk * 2 + i);
         a[chunk % kBuffers][i][half] = pairs[0];
         a[chunk % kBuffers][i][half + 2] = pairs[1];

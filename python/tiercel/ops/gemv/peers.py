@@ -188,10 +188,7 @@ def _machete_w4(case: Any, inputs: dict[str, Any]) -> Launch:
     scales, group = scale.t().contiguous(), case["K"] // scale.shape[1]
 
     def run() -> tuple[Any]:
-        made = product(
-            x, packed, _INT4_TYPE, None, scales, None, group, None, None, None
-        )
-        return (made,)
+        return (product(x, packed, _INT4_TYPE, None, scales, None, group, None, None, None),)
 
     return Launch(run)
 
