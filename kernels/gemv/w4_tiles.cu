@@ -16,8 +16,9 @@
 //    read only when those products are under way, or else the compiler decodes between the two
 //    products. Products stay in flight from a step to the next.
 //  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each sends
-//    the others their shares of the tokens by asynchronous stores, and adds up its own share in the
-//    order of K. A cluster barrier that publishes such stores would wait for all memory instead.
+//    the others their shares of the tokens by bulk copies, which count on a barrier of the receiver,
+//    and adds up its own share in the order of K. The tiles behind the last whole wave are a launch
+//    of their own, in which more blocks split K.
 //  - Results are turned in shared memory, so that threads store 16 bytes of a token.
 #include <cstdint>
 #include <iterator>
