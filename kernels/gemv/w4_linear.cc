@@ -274,7 +274,6 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
                               const Problem& problem, int64_t steps, const Fits& fits) {
   TilesChoice<KernelOf> choice;
   double least = std::numeric_limits<double>::infinity();
-  const int most_shared = call.x_scale != nullptr ? kW4Float8MaxShared : kW4MaxShared;
   const bool given = call.tiles.has_value();
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
@@ -284,7 +283,6 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
     const int64_t whole = tiles / (kPlaces[1] * one.together) * kPlaces[1] * one.together;
     const int64_t tail = tiles - whole;
     for (int split = 1; split <= kMaxSplit; ++split) {
-      if (shared_bytes(one, call, split) > most_shared) continue;
       const bool alike = given ? call.tiles->cluster == split && call.tiles->tail_cluster == 0
                                : split <= std::max(int64_t{1}, steps);
       const double time = estimate(time_of(one), one.together, tiles, steps, split);

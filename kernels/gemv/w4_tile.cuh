@@ -28,20 +28,6 @@ __device__ __forceinline__ void store_turned(uint32_t place, const uint32_t (&wo
       : "memory");
 }
 
-// Copies bytes that threads wrote, and executed fence.proxy.async, to the place that `to` has in the
-// shared memory of the cluster's block `rank`, and counts them on that block's barrier. This block
-// must not exit before all has arrived.
-__device__ __forceinline__ void bulk_send(void* to, const void* from, uint32_t bytes,
-                                          uint64_t* barrier, uint32_t rank) {
-  asm volatile(
-      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %4;"
-      " mapa.shared::cluster.u32 counter, %3, %4;"
-      " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-      " [remote], [%1], %2, [counter]; }" ::"r"(shared_address(to)),
-      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
-      : "memory");
-}
-
 // A block's tile and stages; kValueBytes are those of a value of x. kGroups_ groups of
 // kW4Consumers threads take the stages in turn.
 template <int kTokens_, int kGroups_, int kStages_, int kTogether_, int kValueBytes>
@@ -166,10 +152,7 @@ __device__ __forceinline__ void run_loader(const W4TilesArgs& args, const W4Shar
     load_stages<Shape>(args, share, shared, barriers);
   }
   __syncwarp();
-  if (share.blocks > 1) {
-    stages_were_read();
-    stages_were_read();
-  }
+  if (share.blocks > 1) stages_were_read();
 }
 
 // Adds up the sums of a block's groups and of a cluster's blocks, both in order, and stores the
@@ -218,11 +201,8 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
   const int first_pair = group * kMine;
   const bool plain = blocks == 1 && args.epilogue.activation == W4Activation::kNone;
   const int places = plain ? kPairs : (kPairs + blocks - 1) / blocks;  // pairs of this block
-  char* const parts = shared + kPairs * kW4PartBytes;
-  char* const results =
-      kGroups == 1 ? shared
-      : plain      ? shared + Shape::kExchangeBytes
-                   : parts + (blocks - 1) * places * kW4PartBytes;
+  char* const parts = shared + Shape::kExchangeBytes;
+  char* const results = parts + (plain ? 0 : blocks * places * kW4PartBytes);
   const int row = share.first_row + my_row;
   const float low = bias_of<Format>(args.epilogue, row, args.features);
   const float high = bias_of<Format>(args.epilogue, row + 8, args.features);
@@ -247,45 +227,38 @@ __device__ __forceinline__ void finish_tile(const W4TilesArgs& args, char* share
       store(first_pair + pair, v);
     }
   } else {
-    // Block i adds up pairs i, i + blocks and so on: it is sent those sums by bulk copies. They begin
-    // where groups exchanged theirs; the barrier above orders that, if there are several blocks.
-    if (kGroups > 1 && blocks == 1) consumers_sync<Shape>();
-    float4* const staged = reinterpret_cast<float4*>(shared) + place;
+    // Block i adds up pairs i, i + blocks and so on: it is sent those sums.
+    float4* const part = reinterpret_cast<float4*>(parts) + place;
+    int owner = first_pair % blocks, at = first_pair / blocks;
 #pragma unroll
     for (int pair = 0; pair < kMine; ++pair) {
       const float* const s = mine + pair * 8;
-      float4* const to = staged + (first_pair + pair) * 2 * kW4Consumers;
-      to[0] = make_float4(s[0], s[1], s[2], s[3]);
-      to[kW4Consumers] = make_float4(s[4], s[5], s[6], s[7]);
-    }
-    // The copies see what this thread wrote.
-    if (blocks > 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    consumers_sync<Shape>();
-    if (blocks > 1) {
-      const int pair = threadIdx.x, owner = pair % blocks;
-      if (pair < kPairs && owner != rank) {
-        const int slot = (rank - (rank > owner)) * places + pair / blocks;
-        bulk_send(parts + slot * kW4PartBytes, shared + pair * kW4PartBytes, kW4PartBytes,
-                  &barriers.received, owner);
+      const float4 halves[2] = {make_float4(s[0], s[1], s[2], s[3]),
+                                make_float4(s[4], s[5], s[6], s[7])};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float4* const to = part + ((rank * places + at) * 2 + i) * kW4Consumers;
+        if (owner == rank) {
+          *to = halves[i];
+        } else {
+          send_remote(to, &barriers.received, owner, halves[i]);
+        }
       }
-      mbarrier_wait_cluster(&barriers.received, 0);
-      stages_were_read();  // no block sends any more
+      if (++owner == blocks) owner = 0, ++at;
     }
+    consumers_sync<Shape>();
+    if (blocks > 1) mbarrier_wait_cluster(&barriers.received, 0);
     for (int i = group; i < places; i += kGroups) {
       const int pair = i * blocks + rank;
       if (pair >= kPairs) break;
       float v[8] = {};
-      const float4* from = reinterpret_cast<const float4*>(parts) + place + i * 2 * kW4Consumers;
+      const float4* from = part + i * 2 * kW4Consumers;
 #pragma unroll 4
-      for (int b = 0; b < blocks; ++b) {
-        const float4* const part = b == rank ? staged + pair * 2 * kW4Consumers : from;
-        if (b != rank) from += places * 2 * kW4Consumers;
-        const float4 first_part = part[0], second_part = part[kW4Consumers];
+      for (int b = 0; b < blocks; ++b, from += places * 2 * kW4Consumers) {
+        const float4 first_part = from[0], second_part = from[kW4Consumers];
         v[0] += first_part.x, v[1] += first_part.y, v[2] += first_part.z, v[3] += first_part.w;
         v[4] += second_part.x, v[5] += second_part.y, v[6] += second_part.z, v[7] += second_part.w;
       }
-      // Results take the place of staged sums that were read.
-      if constexpr (kGroups == 1) consumers_sync<Shape>();
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         v[j] = activated(args.epilogue.activation,

@@ -16,9 +16,10 @@
 //    read only when those products are under way, or else the compiler decodes between the two
 //    products. Products stay in flight from a step to the next.
 //  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each sends
-//    the others their shares of the tokens by bulk copies, which count on a barrier of the receiver,
-//    and adds up its own share in the order of K. The tiles behind the last whole wave are a launch
-//    of their own, in which more blocks split K.
+//    the others their shares of the tokens by asynchronous stores, and adds up its own share in the
+//    order of K. A cluster barrier that publishes such stores would wait for all memory instead.
+//  - Where there are more, those behind the last whole wave are a launch of their own, in which the
+//    blocks of a cluster split K.
 //  - Results are turned in shared memory, so that threads store 16 bytes of a token.
 #include <cstdint>
 #include <iterator>
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
   constexpr int kScaleWarps = kStages % 3 == 0 ? 3 : 2;
   // Operands of each 32 of K; with registers for four, decoding runs further ahead.
-  constexpr int kBuffers = kGroups == 1 || kTokens <= 64 ? 4 : 2;
+  constexpr int kBuffers = kGroups == 1 ? 4 : 2;
   extern __shared__ __align__(1024) char shared[];
   __shared__ W4Barriers<Shape> barriers;
   const W4Share share(args, kTokens);
@@ -110,7 +111,8 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
   for (float& sum : sums) sum = 0.0f;
   // Without the shuffle the compiler computes it anew in each step.
   const uint32_t choice = __shfl_sync(0xffffffffu, byte_choice<kFloats>(lane % 4), lane);
-  // An instruction takes one constant, and the mask is one.
+  // In a register: an instruction takes one constant, and the mask is one. The compiler would put
+  // a constant back.
   const uint32_t whole = __shfl_sync(0xffffffffu, kWhole<kBFloat16> + (args.k >> 31), lane);
   const uint64_t tiles = rows_descriptor(shared_address(shared));
   // This thread's first row of weights, and chunks of 16 bytes swizzled by rows.

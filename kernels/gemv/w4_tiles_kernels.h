@@ -63,19 +63,17 @@ constexpr int w4_stage_bytes(int tokens, int value_bytes) {
   return kW4Rows * (kW4Step / 2) + tokens * (kW4Step * value_bytes) + w4_scale_bytes(value_bytes);
 }
 
-// In place of the stages: sums that a block's groups exchange, or those that it sends,
+// In place of the stages: sums that a block's groups exchange,
 constexpr int w4_exchange_bytes(int tokens, int groups) {
   return groups == 1 ? 0 : tokens * kW4Rows * 4;
 }
 inline constexpr int kW4PartBytes = 16 * kW4Rows * 4;  // sums of 16 tokens from another block,
 inline constexpr int kW4ResultRow = kW4Rows * 2 + 16;  // and a token's results.
 
-// A single group's results take the place of what it sent.
 constexpr int w4_result_bytes(int tokens, int groups, int blocks, bool parts) {
   const int pairs = (tokens / 16 + blocks - 1) / blocks;
-  const int results = pairs * 16 * kW4ResultRow;
-  if (!parts) return w4_exchange_bytes(tokens, groups) + results;
-  return tokens * kW4Rows * 4 + (blocks - 1) * pairs * kW4PartBytes + (groups == 1 ? 0 : results);
+  return w4_exchange_bytes(tokens, groups) + (parts ? blocks * pairs * kW4PartBytes : 0) +
+         pairs * 16 * kW4ResultRow;
 }
 
 const W4TilesKernel* w4_tiles_kernels(int* count);

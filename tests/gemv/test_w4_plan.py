@@ -153,9 +153,8 @@ def test_float8_takes_no_nvfp4(make):
 def test_given_kernels(make):
     got = w4(make, INT4, tiles=((128, 128, 4),))
     assert (got["tokens"], got["rows"], got["cluster"]) == (128, 128, 4)
-    for tiles in ((80, 128, 1), (256, 128, 8)):
-        with pytest.raises(NotImplementedError, match="there is no such kernel"):
-            w4(make, INT4, tiles=(tiles,))
+    with pytest.raises(NotImplementedError, match="there is no such kernel"):
+        w4(make, INT4, tiles=((80, 128, 1),))
 
 
 def test_tiles_behind_the_last_wave(make):
