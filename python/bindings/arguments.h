@@ -74,11 +74,13 @@ template <auto... kPath>
 using ValueOf = std::remove_cv_t<
     std::remove_reference_t<decltype(MemberAt<kPath...>(std::declval<ClassOf<kPath...>&>()))>>;
 
-// One argument of a function whose arguments fill a `Call`. Either `tensor` or `value` is set.
+// One argument of a function whose arguments fill a `Call`. Either `tensor` or `value` is set:
+// under UBSan, GCC cannot compare them with null at compile time (GCC bug 71962).
 template <typename Call>
 struct Field {
   const char* name = nullptr;
   const char* type = nullptr;
+  bool is_tensor = false;
   void (*tensor)(Call*, const TensorView*) = nullptr;
   bool (*value)(PyObject*, const char* op, const char* name, Call*) = nullptr;
   bool may_be_none = false;    // a tensor
@@ -89,7 +91,7 @@ struct Field {
 template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> Tensor(const char* name) {
   using Call = ClassOf<kPath...>;
-  Field<Call> field{name, "Any"};
+  Field<Call> field{name, "Any", /*is_tensor=*/true};
   field.tensor = [](Call* call, const TensorView* view) { MemberAt<kPath...>(*call) = view; };
   return field;
 }
@@ -210,7 +212,7 @@ struct Parameters {
   }
   constexpr size_t tensors(size_t before) const {
     size_t number = 0;
-    for (size_t i = 0; i < before; ++i) number += fields[i].tensor != nullptr ? 1 : 0;
+    for (size_t i = 0; i < before; ++i) number += fields[i].is_tensor ? 1 : 0;
     return number;
   }
   // The tensor whose device and stream a launch uses: the first, if none is marked.
@@ -261,12 +263,12 @@ class Parsed {
     constexpr Field<Call> kOf = kParameters.fields[kField];
     if (kOf.may_be_absent && static_cast<Py_ssize_t>(kField) >= count) return true;
     PyObject* object = values[kField];
-    if constexpr (kOf.tensor != nullptr && kTensors) {
+    if constexpr (kOf.is_tensor && kTensors) {
       if (kOf.may_be_none && object == Py_None) return true;
       PythonTensor& tensor = tensors[kParameters.tensors(kField)];
       if (!tensor.Read(object, op, kOf.name)) return false;
       kOf.tensor(call, &tensor.view());
-    } else if constexpr (kOf.tensor == nullptr && kValues) {
+    } else if constexpr (!kOf.is_tensor && kValues) {
       return kOf.value(object, op, kOf.name, call);
     }
     return true;
