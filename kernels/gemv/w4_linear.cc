@@ -248,12 +248,10 @@ double estimate(const KernelTime& kernel, int together, int64_t tiles, int64_t s
 int groups_of(const W4TilesKernel& kernel) { return kernel.groups; }
 int groups_of(const W4Float8Kernel&) { return 1; }
 
-// Bytes of shared memory of a block.
 template <typename KernelOf>
 int shared_bytes(const KernelOf& kernel, const W4LinearCall& call, int split) {
-  const int value_bytes = call.x_scale != nullptr ? 1 : 2;
   const bool parts = split > 1 || call.activation != W4Activation::kNone;
-  return std::max(kernel.stages * w4_stage_bytes(kernel.tokens, value_bytes),
+  return std::max(kernel.stages * w4_stage_bytes(kernel.tokens, call.x_scale != nullptr ? 1 : 2),
                   w4_result_bytes(kernel.tokens, groups_of(kernel), split, parts));
 }
 
@@ -262,9 +260,8 @@ template <typename KernelOf>
 struct TilesChoice {
   const KernelOf* kernel = nullptr;
   int64_t tiles = 0;
-  int split = 1;  // shares of K
-  // The last tiles, which would leave most multiprocessors idle, may be split further.
-  int64_t tail = 0;
+  int split = 1;     // shares of K
+  int64_t tail = 0;  // the last tiles, where those are split apart
   int tail_split = 1;
 };
 
@@ -275,30 +272,27 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
   TilesChoice<KernelOf> choice;
   double least = std::numeric_limits<double>::infinity();
   const bool given = call.tiles.has_value();
+  const auto consider = [&](double time, const TilesChoice<KernelOf>& other) {
+    if (time < least) least = time, choice = other;
+  };
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
     if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows)) continue;
-    const int64_t token_tiles = ceil_div(problem.tokens, one.tokens);
-    const int64_t tiles = token_tiles * ceil_div(problem.features, kW4Rows);
+    const int64_t tiles =
+        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, kW4Rows);
     const int64_t whole = tiles / (kPlaces[1] * one.together) * kPlaces[1] * one.together;
     const int64_t tail = tiles - whole;
+    const auto time = [&](int64_t count, int split) {
+      return estimate(time_of(one), one.together, count, steps, split);
+    };
     for (int split = 1; split <= kMaxSplit; ++split) {
       const bool alike = given ? call.tiles->cluster == split && call.tiles->tail_cluster == 0
                                : split <= std::max(int64_t{1}, steps);
-      const double time = estimate(time_of(one), one.together, tiles, steps, split);
-      if (alike && time < least) {
-        least = time;
-        choice = {&one, tiles, split};
-      }
+      if (alike) consider(time(tiles, split), {&one, tiles, split});
       const bool apart = given ? call.tiles->cluster == 1 && call.tiles->tail_cluster == split
                                : split > 1 && split <= steps;
       if (!apart || whole == 0 || tail == 0 || tail * split > kPlaces[split]) continue;
-      const double times = estimate(time_of(one), one.together, whole, steps, 1) +
-                           estimate(time_of(one), one.together, tail, steps, split);
-      if (times < least) {
-        least = times;
-        choice = {&one, tiles, 1, tail, split};
-      }
+      consider(time(whole, 1) + time(tail, split), {&one, tiles, 1, tail, split});
     }
   }
   return choice;
@@ -434,7 +428,7 @@ Status prepare(const W4LinearCall& call, Launch* launch) {
 Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
   Launch launch;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &launch));
-  *plan = {"none", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, 0, 0, 0, 0, 0, 0};
   if (launch.tiles.kernel != nullptr) {
     const LaunchConfig& config = launch.tiles.config;
     const auto cluster = static_cast<int>(config.cluster.x);
@@ -461,9 +455,7 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
              args.tokens,
              config.grid.x,
              config.block.x * config.block.y * config.block.z,
-             config.dynamic_smem,
-             0,
-             0};
+             config.dynamic_smem};
   }
   return Status();
 }
@@ -475,13 +467,11 @@ Status w4_linear(const W4LinearCall& call, void* stream) {
     TIERCEL_RETURN_IF_ERROR(encode_tiles(call, &launch.tiles));
     const TilesLaunch& tiles = launch.tiles;
     W4Float8Args& args = launch.tiles.args;
-    void* pointers[] = {&args};
-    if (!tiles.float8) pointers[0] = &args.tile;
-    const int device = call.x->device_index;
-    TIERCEL_RETURN_IF_ERROR(tiles.kernel->launch(tiles.config, device, stream, pointers));
-    if (tiles.tail == 0) return Status();
+    void* pointers[] = {tiles.float8 ? static_cast<void*>(&args) : &args.tile};
+    Status status = tiles.kernel->launch(tiles.config, call.x->device_index, stream, pointers);
+    if (!status.ok() || tiles.tail == 0) return status;
     args.tile.first_tile = static_cast<int>(tiles.config.grid.x);
-    return tiles.kernel->launch(tiles.tail_config, device, stream, pointers);
+    return tiles.kernel->launch(tiles.tail_config, call.x->device_index, stream, pointers);
   }
   if (launch.few.kernel == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(encode_few(call, &launch.few));

@@ -23,8 +23,8 @@ struct W4LinearPlan {
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
-  int tail;          // tiles of a second launch, whose
-  int tail_cluster;  // blocks split K of each
+  int tail = 0;          // tiles of a second launch, whose
+  int tail_cluster = 0;  // blocks split K of each
 };
 
 // A way to cut up the work for up to 16 tokens: what a tuner varies.

@@ -61,8 +61,7 @@ __device__ __forceinline__ uint32_t byte_choice(uint32_t byte) {
 // (bfloat16) or 2^-14 (float16), whole numbers have kWhole added.
 template <bool kFloats, bool kBFloat16>
 __device__ __forceinline__ void decode_bytes(uint32_t (&pairs)[2], uint32_t first, uint32_t second,
-                                             uint32_t choice,
-                                             uint32_t whole = kWhole<kBFloat16>) {
+                                             uint32_t choice, uint32_t whole = kWhole<kBFloat16>) {
   const uint32_t bytes = __byte_perm(first, second, choice);
   if constexpr (kFloats) {
     // Each half: the first word's value, then the second's, in the upper byte.

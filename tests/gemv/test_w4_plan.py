@@ -51,7 +51,7 @@ def test_sizes(kind, tokens):
             tiles = -(-tokens // got["tokens"]) * -(-features // got["rows"])
             whole = tiles - got["tail"]
             assert got["grid"] == whole * got["cluster"]
-            assert got["tail"] == 0 or whole % 132 == 0 and 1 < got["tail_cluster"] <= 8
+            assert got["tail"] == 0 or (whole % 132 == 0 and 1 < got["tail_cluster"] <= 8)
             assert got["passes"] * got["cluster"] * 128 >= k
 
 
@@ -91,7 +91,7 @@ def test_float8_sizes(kind, tokens):
             tiles = -(-tokens // got["tokens"]) * -(-features // got["rows"])
             whole = tiles - got["tail"]
             assert got["grid"] == whole * got["cluster"]
-            assert got["tail"] == 0 or whole % 132 == 0 and 1 < got["tail_cluster"] <= 8
+            assert got["tail"] == 0 or (whole % 132 == 0 and 1 < got["tail_cluster"] <= 8)
             assert got["passes"] * got["cluster"] * 128 >= k
 
 
