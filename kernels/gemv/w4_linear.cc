@@ -204,6 +204,8 @@ struct TilesLaunch {
   bool float8 = false;
   int tokens = 0;  // of a block
   LaunchConfig config;
+  int tail = 0;  // the last tiles, which a second launch computes
+  LaunchConfig tail_config;
 };
 
 // Blocks that run at once, one per multiprocessor, in clusters of each size: a cluster has a place
@@ -235,8 +237,8 @@ KernelTime time_of(const W4Float8Kernel& kernel) {
   return {(kernel.tokens == 128 ? 1000 : 1500) + scaling, 0, ends, split_ends};
 }
 
-double estimate(const KernelTime& kernel, int together, int64_t blocks, int64_t steps, int split) {
-  const int64_t room = kPlaces[split];
+double estimate(const KernelTime& kernel, int together, int64_t tiles, int64_t steps, int split) {
+  const int64_t blocks = tiles * split, room = kPlaces[split];
   const int64_t waves = ceil_div(blocks, room * together);
   const double step = blocks > room && together == 2 ? kernel.both : kernel.alone;
   const double ends = split > 1 ? kernel.split_ends : kernel.ends;
@@ -246,12 +248,21 @@ double estimate(const KernelTime& kernel, int together, int64_t blocks, int64_t 
 int groups_of(const W4TilesKernel& kernel) { return kernel.groups; }
 int groups_of(const W4Float8Kernel&) { return 1; }
 
+template <typename KernelOf>
+int shared_bytes(const KernelOf& kernel, const W4LinearCall& call, int split) {
+  const bool parts = split > 1 || call.activation != W4Activation::kNone;
+  return std::max(kernel.stages * w4_stage_bytes(kernel.tokens, call.x_scale != nullptr ? 1 : 2),
+                  w4_result_bytes(kernel.tokens, groups_of(kernel), split, parts));
+}
+
 // A kernel for tiles, and how many blocks split K.
 template <typename KernelOf>
 struct TilesChoice {
   const KernelOf* kernel = nullptr;
-  int64_t grid = 0;
-  int split = 1;  // shares of K
+  int64_t tiles = 0;
+  int split = 1;     // shares of K
+  int64_t tail = 0;  // the last tiles, where those are split apart
+  int tail_split = 1;
 };
 
 // The fastest by the estimate among those that fit(kernel), or what the call asks for.
@@ -261,17 +272,27 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
   TilesChoice<KernelOf> choice;
   double least = std::numeric_limits<double>::infinity();
   const bool given = call.tiles.has_value();
+  const auto consider = [&](double time, const TilesChoice<KernelOf>& other) {
+    if (time < least) least = time, choice = other;
+  };
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
     if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows)) continue;
-    const int64_t token_tiles = ceil_div(problem.tokens, one.tokens);
-    const int64_t tiles = token_tiles * ceil_div(problem.features, kW4Rows);
+    const int64_t tiles =
+        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, kW4Rows);
+    const int64_t whole = tiles / (kPlaces[1] * one.together) * kPlaces[1] * one.together;
+    const int64_t tail = tiles - whole;
+    const auto time = [&](int64_t count, int split) {
+      return estimate(time_of(one), one.together, count, steps, split);
+    };
     for (int split = 1; split <= kMaxSplit; ++split) {
-      if (given ? call.tiles->cluster != split : split > std::max(int64_t{1}, steps)) continue;
-      const double time = estimate(time_of(one), one.together, tiles * split, steps, split);
-      if (time >= least) continue;
-      least = time;
-      choice = {&one, tiles * split, split};
+      const bool alike = given ? call.tiles->cluster == split && call.tiles->tail_cluster == 0
+                               : split <= std::max(int64_t{1}, steps);
+      if (alike) consider(time(tiles, split), {&one, tiles, split});
+      const bool apart = given ? call.tiles->cluster == 1 && call.tiles->tail_cluster == split
+                               : split > 1 && split <= steps;
+      if (!apart || whole == 0 || tail == 0 || tail * split > kPlaces[split]) continue;
+      consider(time(whole, 1) + time(tail, split), {&one, tiles, 1, tail, split});
     }
   }
   return choice;
@@ -281,7 +302,7 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
 template <typename KernelOf>
 Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, const Problem& problem,
               TilesLaunch* launch) {
-  if (choice.kernel == nullptr || choice.grid > 0x7fffffff) {
+  if (choice.kernel == nullptr || choice.tiles > 0x7fffffff / kMaxSplit) {
     return Status::Unimplemented(std::string(call.op) + ": there is no such kernel");
   }
   const KernelOf& chosen = *choice.kernel;
@@ -296,15 +317,18 @@ Status set_up(const TilesChoice<KernelOf>& choice, const W4LinearCall& call, con
   args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
   launch->kernel = &chosen.kernel;
   launch->tokens = chosen.tokens;
-  launch->config.grid.x = static_cast<uint32_t>(choice.grid);
-  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together, groups_of(chosen)));
-  launch->config.cluster.x = static_cast<uint32_t>(choice.split);
-  launch->config.dependent = true;
-  const int value_bytes = launch->float8 ? 1 : 2;
-  const bool parts = choice.split > 1 || call.activation != W4Activation::kNone;
-  launch->config.dynamic_smem = static_cast<uint32_t>(
-      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, value_bytes),
-               w4_result_bytes(chosen.tokens, groups_of(chosen), choice.split, parts)));
+  const auto configure = [&](int64_t tiles, int split) {
+    LaunchConfig config;
+    config.grid.x = static_cast<uint32_t>(tiles * split);
+    config.block.x = static_cast<uint32_t>(w4_threads(chosen.together, groups_of(chosen)));
+    config.cluster.x = static_cast<uint32_t>(split);
+    config.dependent = true;
+    config.dynamic_smem = static_cast<uint32_t>(shared_bytes(chosen, call, split));
+    return config;
+  };
+  launch->config = configure(choice.tiles - choice.tail, choice.split);
+  launch->tail = static_cast<int>(choice.tail);
+  launch->tail_config = configure(choice.tail, choice.tail_split);
   return Status();
 }
 
@@ -417,7 +441,9 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
              launch.tiles.tokens,
              config.grid.x,
              config.block.x,
-             config.dynamic_smem};
+             config.dynamic_smem,
+             launch.tiles.tail,
+             launch.tiles.tail == 0 ? 0 : static_cast<int>(launch.tiles.tail_config.cluster.x)};
   } else if (launch.few.kernel != nullptr) {
     const LaunchConfig& config = launch.few.config;
     const Nvfp4LinearArgs& args = launch.few.args;
@@ -439,11 +465,13 @@ Status w4_linear(const W4LinearCall& call, void* stream) {
   TIERCEL_RETURN_IF_ERROR(prepare(call, &launch));
   if (launch.tiles.kernel != nullptr) {
     TIERCEL_RETURN_IF_ERROR(encode_tiles(call, &launch.tiles));
+    const TilesLaunch& tiles = launch.tiles;
     W4Float8Args& args = launch.tiles.args;
-    void* arguments = &args;
-    if (!launch.tiles.float8) arguments = &args.tile;
-    void* pointers[] = {arguments};
-    return launch.tiles.kernel->launch(launch.tiles.config, call.x->device_index, stream, pointers);
+    void* pointers[] = {tiles.float8 ? static_cast<void*>(&args) : &args.tile};
+    Status status = tiles.kernel->launch(tiles.config, call.x->device_index, stream, pointers);
+    if (!status.ok() || tiles.tail == 0) return status;
+    args.tile.first_tile = static_cast<int>(tiles.config.grid.x);
+    return tiles.kernel->launch(tiles.tail_config, call.x->device_index, stream, pointers);
   }
   if (launch.few.kernel == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(encode_few(call, &launch.few));

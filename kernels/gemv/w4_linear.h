@@ -23,6 +23,8 @@ struct W4LinearPlan {
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
+  int tail = 0;          // tiles of a second launch, whose
+  int tail_cluster = 0;  // blocks split K of each
 };
 
 // A way to cut up the work for up to 16 tokens: what a tuner varies.
@@ -38,6 +40,7 @@ struct W4TilesConfig {
   int tokens;
   int rows;
   int cluster;
+  int tail_cluster;  // of the tiles behind the last whole wave, or 0: they are as the others
 };
 
 struct W4LinearCall {

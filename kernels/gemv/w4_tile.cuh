@@ -58,7 +58,7 @@ struct W4Share {
 
   __device__ __forceinline__ W4Share(const W4TilesArgs& args, int tokens)
       : blocks(cluster_blocks()), rank(cluster_rank()) {
-    const int tile = blockIdx.x / blocks;
+    const int tile = args.first_tile + blockIdx.x / blocks;
     first_token = tile % args.token_tiles * tokens;
     first_row = tile / args.token_tiles * kW4Rows;
     const int share = (args.steps + blocks - 1) / blocks;

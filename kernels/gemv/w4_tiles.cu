@@ -18,6 +18,8 @@
 //  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each sends
 //    the others their shares of the tokens by asynchronous stores, and adds up its own share in the
 //    order of K. A cluster barrier that publishes such stores would wait for all memory instead.
+//  - Where there are more, those behind the last whole wave are a launch of their own, in which the
+//    blocks of a cluster split K.
 //  - Results are turned in shared memory, so that threads store 16 bytes of a token.
 #include <cstdint>
 #include <iterator>
@@ -109,6 +111,9 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
   for (float& sum : sums) sum = 0.0f;
   // Without the shuffle the compiler computes it anew in each step.
   const uint32_t choice = __shfl_sync(0xffffffffu, byte_choice<kFloats>(lane % 4), lane);
+  // In a register: an instruction takes one constant, and the mask is one. The compiler would put
+  // a constant back.
+  const uint32_t whole = __shfl_sync(0xffffffffu, kWhole<kBFloat16> + (args.k >> 31), lane);
   const uint64_t tiles = rows_descriptor(shared_address(shared));
   // This thread's first row of weights, and chunks of 16 bytes swizzled by rows.
   const char* const weights = shared + Shape::kXBytes + my_row * kRowBytes;
@@ -139,7 +144,8 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t pairs[2];
-        decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice);
+        decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice,
+                                         whole);
         scale_pairs<kFloats, kBFloat16>(pairs, scales[half], chunk * 2 + i);
         a[chunk % kBuffers][i][half] = pairs[0];
         a[chunk % kBuffers][i][half + 2] = pairs[1];

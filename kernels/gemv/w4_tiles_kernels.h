@@ -22,7 +22,8 @@ struct W4TilesArgs {
   int features;  // rows of the weight
   int k;
   int token_tiles;
-  int steps;  // of kW4Step values of K, all blocks of a cluster together
+  int steps;       // of kW4Step values of K, all blocks of a cluster together
+  int first_tile;  // of the launch
 };
 
 inline constexpr int kW4Step = 128;       // values of K, a stage

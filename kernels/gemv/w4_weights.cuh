@@ -61,7 +61,7 @@ __device__ __forceinline__ uint32_t byte_choice(uint32_t byte) {
 // (bfloat16) or 2^-14 (float16), whole numbers have kWhole added.
 template <bool kFloats, bool kBFloat16>
 __device__ __forceinline__ void decode_bytes(uint32_t (&pairs)[2], uint32_t first, uint32_t second,
-                                             uint32_t choice) {
+                                             uint32_t choice, uint32_t whole = kWhole<kBFloat16>) {
   const uint32_t bytes = __byte_perm(first, second, choice);
   if constexpr (kFloats) {
     // Each half: the first word's value, then the second's, in the upper byte.
@@ -78,8 +78,8 @@ __device__ __forceinline__ void decode_bytes(uint32_t (&pairs)[2], uint32_t firs
     }
   } else {
     const uint32_t both = select_bits(bytes, bytes >> 12, 0x00f0000fu);
-    pairs[0] = (both & 0x000f000fu) | kWhole<kBFloat16>;
-    pairs[1] = (both >> 4 & 0x000f000fu) | kWhole<kBFloat16>;
+    pairs[0] = (both & 0x000f000fu) | whole;
+    pairs[1] = (both >> 4 & 0x000f000fu) | whole;
   }
 }
 

@@ -72,7 +72,7 @@ def test_those_that_are_not_here_say_why():
     }
     for name, (_, distribution) in PACKAGES.items():
         assert missing[name] == f"the package {distribution} is not installed"
-    for name in ("vllm", "fa3", "flashkda"):
+    for name in ("vllm", "vllm.machete", "fa3", "flashkda"):
         assert "TIERCEL_BENCH_VLLM names no library" in missing[name]
     for name in ("vllm.triton", "vllm.sampler"):
         assert "TIERCEL_BENCH_VLLM_SOURCE names no folder" in missing[name]

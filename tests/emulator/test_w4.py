@@ -76,6 +76,10 @@ def test_float16(layout):
     check(3, 72, 320, layout, dtype=torch.float16, bias=True)
 
 
+def test_tiles_behind_the_last_wave():
+    check(17 * 32 - 5, 1020, 192, "mxfp4", tiles=((32, 128, 1, 2),), bias=True)
+
+
 def test_192_tokens():
     check(195, 200, 576, "mxfp4", tiles=((192, 128, 2),), bias=True, activation=1)
 

@@ -87,6 +87,13 @@ def test_every_kernel(shape, cluster, layout):
             check(tokens, features, k, layout, tiles=tiles, bias=bias, activation=activation)
 
 
+@pytest.mark.parametrize("tiles", [None, (256, 128, 1, 4), (256, 128, 1, 2)])
+def test_tiles_behind_the_last_wave(tiles):
+    """160 tiles of 256 tokens: 132, and 28 whose K is split."""
+    bias = torch.randn(5120, device="cuda").bfloat16()
+    check(1024, 5120, 2880, "mxfp4", tiles=tiles, bias=bias)
+
+
 def test_192_tokens():
     for cluster in (1, 3):
         bias = torch.randn(264, device="cuda").bfloat16()

@@ -49,7 +49,9 @@ def test_sizes(kind, tokens):
                 continue
             assert got["kernel"].startswith("w4_tiles<int4" if kind == INT4 else "w4_tiles<e2m1")
             tiles = -(-tokens // got["tokens"]) * -(-features // got["rows"])
-            assert got["grid"] == tiles * got["cluster"]
+            whole = tiles - got["tail"]
+            assert got["grid"] == whole * got["cluster"]
+            assert got["tail"] == 0 or (whole % 132 == 0 and 1 < got["tail_cluster"] <= 8)
             assert got["passes"] * got["cluster"] * 128 >= k
 
 
@@ -87,7 +89,9 @@ def test_float8_sizes(kind, tokens):
             name = "int4, group=32" if kind == INT4 else "e2m1"  # groups of 64
             assert got["kernel"].startswith(f"w4_float8<{name}")
             tiles = -(-tokens // got["tokens"]) * -(-features // got["rows"])
-            assert got["grid"] == tiles * got["cluster"]
+            whole = tiles - got["tail"]
+            assert got["grid"] == whole * got["cluster"]
+            assert got["tail"] == 0 or (whole % 132 == 0 and 1 < got["tail_cluster"] <= 8)
             assert got["passes"] * got["cluster"] * 128 >= k
 
 
@@ -151,6 +155,16 @@ def test_given_kernels(make):
     assert (got["tokens"], got["rows"], got["cluster"]) == (128, 128, 4)
     with pytest.raises(NotImplementedError, match="there is no such kernel"):
         w4(make, INT4, tiles=((80, 128, 1),))
+
+
+def test_tiles_behind_the_last_wave(make):
+    got = w4(make, MXFP4, 1024, 5120, 2880, tiles=((256, 128, 1, 4),))
+    assert (got["grid"], got["tail"], got["tail_cluster"]) == (132, 28, 4)
+    # 8 blocks for each would not run at once; there is no whole wave; there is no tail.
+    for tokens, tiles in ((1024, (256, 128, 1, 8)), (512, (256, 128, 1, 2)), (64, (32, 128, 1, 3))):
+        features = 128 * 66 if tokens == 64 else 5120
+        with pytest.raises(NotImplementedError, match="there is no such kernel"):
+            w4(make, MXFP4, tokens, features, 2880, tiles=(tiles,))
 
 
 def test_empty(make):

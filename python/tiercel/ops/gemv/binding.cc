@@ -62,9 +62,15 @@ constexpr Parameters<W4LinearCall> kLinear{kLinearName, kLinearFields, OfNvfp4()
                                            [] { HintOnce(nvfp4_linear_tuned(), kLinearName); }};
 
 bool ReadTiles(PyObject* object, const char* op, const char*, W4LinearCall* call) {
+  if (PyTuple_Check(object) && PyTuple_Size(object) == 4) {
+    std::array<int, 4> fields;
+    if (!ReadConfig(object, op, &fields)) return false;
+    call->tiles = {fields[0], fields[1], fields[2], fields[3]};
+    return true;
+  }
   std::array<int, 3> fields;
   if (!ReadConfig(object, op, &fields)) return false;
-  call->tiles = {fields[0], fields[1], fields[2]};
+  call->tiles = {fields[0], fields[1], fields[2], 0};
   return true;
 }
 
@@ -93,6 +99,8 @@ constexpr PlanField<W4LinearPlan> kLinearPlanFields[] = {
     Entry<&W4LinearPlan::grid>("grid"),
     Entry<&W4LinearPlan::block>("block"),
     Entry<&W4LinearPlan::dynamic_smem>("dynamic_smem"),
+    Entry<&W4LinearPlan::tail>("tail"),
+    Entry<&W4LinearPlan::tail_cluster>("tail_cluster"),
 };
 constexpr PlanDict<W4LinearPlan> kLinearPlan{"W4LinearPlan", kLinearPlanFields};
 

@@ -3,7 +3,8 @@
 
 PyTorch has no such product on this GPU: it multiplies what the weights stand for, made bfloat16
 beforehand, which they fit exactly. vLLM's is Marlin, with weights and scales put into its own order
-beforehand; it has vectors of bfloat16 only, and for w4_linear activations of float8.
+beforehand; it has vectors of bfloat16 only, and for w4_linear activations of float8. Its Machete
+takes int4, also in an order of its own.
 """
 
 from __future__ import annotations
@@ -174,6 +175,24 @@ def _vllm_w4(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: (marlin(x, out if case["float8"] else None),))
 
 
+def _machete_w4(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    if case["format"] != "int4" or case["float8"]:
+        raise Unsupported("it has int4 with 16-bit activations only")
+    prepack, product = operator("_C", "machete_prepack_B"), operator("_C", "machete_mm")
+    x, weight, scale = (inputs[name] for name in ("x", "weight", "scale"))
+    # [K / 8, N], columns contiguous; scales [K / group, N].
+    words = weight.view(torch.int32).t()
+    packed = prepack(words, x.dtype, _INT4_TYPE, scale.dtype)
+    scales, group = scale.t().contiguous(), case["K"] // scale.shape[1]
+
+    def run() -> tuple[Any]:
+        return (product(x, packed, _INT4_TYPE, None, scales, None, group, None, None, None),)
+
+    return Launch(run)
+
+
 def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
     matrices, vectors = _batches(inputs)
@@ -200,4 +219,5 @@ ADAPTERS = {
         "nvfp4_linear": _vllm_linear,
         "w4_linear": _vllm_w4,
     },
+    "vllm.machete": {"w4_linear": _machete_w4},
 }
