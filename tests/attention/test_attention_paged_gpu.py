@@ -230,6 +230,24 @@ def test_trees_of_batches(batch, new, heads, dtype):
     check(given, tree_mask=random_trees(given), softcap=5.0)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("window", [None, (30, 0)])
+@pytest.mark.parametrize("d", [264, 512])
+def test_trees_of_wide_heads(d, window):
+    given = draw(TREES, (8, 2), d=d, around=(3, 5))
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5], device="cuda")
+    check(given, sinks=sinks, tree_mask=random_trees(given), window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("new", [4, 64])
+@pytest.mark.parametrize("batch", [1, 16, 200])
+def test_trees_of_wide_heads_in_batches(batch, new, dtype):
+    given = draw([(new, new + 97 * i % 3000) for i in range(batch)], (8, 2), d=512, dtype=dtype)
+    check(given, tree_mask=random_trees(given))
+    check(given, tree_mask=random_trees(given), softcap=5.0, window=(700, 0))
+
+
 def test_trees_over_a_float8_cache():
     q, k, v, *rest = draw(TREES, (8, 2), d=128, around=(0, 2))
     given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)

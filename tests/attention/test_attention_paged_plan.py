@@ -138,10 +138,6 @@ def test_pages_of_any_stride(make):
             "`k_cache` must be bfloat16 or float16 with a head dimension of more than 256",
             float8(d=512, longest=1),
         ),
-        (
-            "`tree_mask` must be None with a head dimension of more than 256",
-            {"tree": ExchangeTensor(900, dtype="int64"), "longest": 9, "d": 512},
-        ),
         ("`k_cache` must be bfloat16 or float16 where .* multiple of 16", float8(d=72)),
         ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),
         ("`scale` must be positive", {"scale": 0.0}),
@@ -354,11 +350,39 @@ def test_most_rows(make):
 
 @pytest.mark.parametrize(
     ("heads", "d", "longest"),
-    [((8, 2), 128, 64), ((8, 2), 256, 64), ((8, 8), 64, 0), ((64, 1), 40, 3)],
+    [((8, 2), 128, 8), ((8, 2), 256, 64), ((8, 8), 64, 0), ((64, 1), 40, 3)],
 )
 def test_trees_are_decoding(make, heads, d, longest):
     got = plan(make, heads=heads, d=d, longest=longest, tree=make(900, dtype="int64"))
     assert got["kernel"].startswith("decode_attention<")
+
+
+@pytest.mark.parametrize(
+    ("options", "tiles"),
+    [
+        ({}, True),
+        ({"d": 72}, True),
+        ({"longest": 8}, False),
+        ({"d": 64}, False),
+        ({"dtype": "float16"}, False),
+        ({"window": (99, 0)}, False),
+        ({"softcap": 5.0}, False),
+        (float8(d=128), False),
+    ],
+)
+def test_trees_of_many_rows(make, options, tiles):
+    given = {"d": 128, "longest": 9} | options
+    got = plan(make, tree=make(900, dtype="int64"), **given)["kernel"]
+    assert got == "attention_paged_bf16_d128_causal_tree" if tiles else "decode" in got
+    with tiercel.batch_invariant():
+        got = plan(make, tree=make(900, dtype="int64"), **given)["kernel"]
+    assert got.startswith("decode_attention<")
+
+
+@pytest.mark.parametrize("longest", [0, 1, 64])
+def test_trees_of_wide_heads(make, longest):
+    got = plan(make, heads=(8, 2), d=264, longest=longest, tree=make(900, dtype="int64"))
+    assert got["kernel"].startswith("attention_paged_wide<")
 
 
 def invariant(make, rows=8, keys=6400, **given):

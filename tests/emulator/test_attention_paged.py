@@ -238,8 +238,9 @@ def test_trees_of_few_tokens():
         check(given, tree_mask=random_trees(given))
 
 
-def test_a_chain_is_causal():
-    given = make([(1, 77), (64, 90), (9, 300), (5, 3)], (4, 2))
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_chain_is_causal(d):
+    given = make([(1, 77), (64, 90), (9, 300), (5, 3)], (4, 2), d=d)
     chain = torch.cat([(2 << torch.arange(n)) - 1 for n in (1, 64, 9, 5)])
     check(given, tree_mask=chain)
     out, lse = run(given, tree_mask=chain, window=(20, 0))
@@ -257,9 +258,10 @@ def test_trees_over_a_float8_cache():
     assert_close(out / 2, lse, truth[0] / 2, truth[1])
 
 
-def test_any_words():
+@pytest.mark.parametrize("d", [64, 128])
+def test_any_words(d):
     """Bits of later tokens, and of none; a stride."""
-    given = make(TREES, (4, 2), d=64)
+    given = make(TREES, (4, 2), d=d)
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(-(2**63), 2**63 - 1, (len(given[0]), 2), generator=generator)[:, 0]
     words[::7] = 0
@@ -267,7 +269,22 @@ def test_any_words():
         check(given, tree_mask=words, window=window)
 
 
-def test_trees_in_any_order_of_warps():
-    given = make([(40, 300), (1, 200), (30, 31)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_trees_in_any_order_of_warps(d):
+    given = make([(40, 300), (1, 200), (30, 31)], d=d)
     with running(lazy=False, seed=2):
         check(given, tree_mask=random_trees(given))
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+@pytest.mark.parametrize("d", [72, 128])
+def test_trees_in_tiles(d, page):
+    """Tiles that the new tokens of a sequence fill, and parts of a tile's keys."""
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5])
+    for lengths in (TREES, [(64, 900), (9, 2)]):
+        given = make(lengths, (8, 1), d=d, page=page, around=(2, 1))
+        plan = kernels.paged_attention_plan(*arguments(given, tree_mask=random_trees(given)))
+        assert plan["kernel"].endswith("_tree") and plan["queries"] == 16
+        assert plan["parts"] > 1 or lengths == TREES
+        check(given, sinks, tree_mask=random_trees(given))
+        check(given, tree_mask=random_trees(given, seed=9))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.emulator import kernels
 from support.emulator import options as running
-from support.paged import make
+from support.paged import assert_close, make, random_trees, wide
 from support.paged_emulator import arguments, check, run
 
 import tiercel
@@ -91,6 +91,40 @@ def test_keys_split_among_blocks(d, options):
     assert plan(given)["parts"] > 1
     check(given, **options)
     check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
+
+
+TREES = [(1, 77), (40, 110), (0, 40), (3, 3), (64, 64), (9, 4), (2, 1), (64, 700), (7, 640)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (40, 0)}, {"window": (2, 0)}, {"softcap": 5.0}])
+@pytest.mark.parametrize("d", [264, 512])
+def test_trees(d, options):
+    """Tiles in which rows of a tree stop at any new token, in parts and whole."""
+    given = make(TREES, (6, 2), d=d, around=(3, 5))
+    assert plan(given, **options)["parts"] > 1 or "window" in options
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0])
+    check(given, sinks, tree_mask=random_trees(given), **options)
+    many = make([(i % 9, i) for i in range(70)], (2, 2), d=d)
+    assert plan(many, **options)["parts"] == 1
+    check(many, tree_mask=random_trees(many), **options)
+
+
+def test_any_words_of_trees():
+    """Bits of later tokens, and of none; a stride."""
+    given = make(TREES, (4, 2), d=384)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**63), 2**63 - 1, (len(given[0]), 2), generator=generator)[:, 0]
+    words[::7] = 0
+    for window in (None, (30, 0), (0, 0)):
+        check(given, tree_mask=words, window=window)
+
+
+def test_a_chain_is_causal():
+    given = make([(1, 77), (64, 90), (9, 300)], (4, 2), d=512)
+    chain = torch.cat([(2 << torch.arange(n)) - 1 for n in (1, 64, 9)])
+    for options in ({}, {"window": (20, 0)}):
+        truth = tiercel.ref.paged_attention(*wide(given), return_lse=True, **options)
+        assert_close(*run(given, tree_mask=chain, **options), *truth)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

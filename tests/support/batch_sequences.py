@@ -88,6 +88,7 @@ def decode_attention(source, queries=1, cache=None, d=128, group=4, **options):
 @case("paged_attention", "window", most=40, window=(700, 0))
 @case("paged_attention", "trees", most=24, trees=True)
 @case("paged_attention", "wide", most=40, d=512)
+@case("paged_attention", "trees of wide heads", most=24, trees=True, d=512)
 def paged_attention(source, most=1, cache=None, trees=False, d=128, **options):
     paged = Paged(source, _LENGTHS, d=d)
     counts = [min(n, 1 + (7 * i) % most) for i, n in enumerate(_LENGTHS)]

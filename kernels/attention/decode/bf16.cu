@@ -5,9 +5,11 @@
 namespace tiercel {
 namespace {
 
-// Tiles of 32 rows are only spread: short sequences have more blocks with tiles of 16.
+// Tiles of 32 rows are only spread: short sequences have more blocks with tiles of 16. The launcher
+// asks for the broad blocks by their warps.
 const DecodeKernel kKernels[] = {TIERCEL_DECODE_TABLE(BFloat16, false),
-                                 TIERCEL_DECODE(BFloat16, false, 128, false, 4, true, 1)};
+                                 TIERCEL_DECODE(BFloat16, false, 128, false, 4, true, 1),
+                                 TIERCEL_DECODE_BROAD(BFloat16, 128)};
 
 }  // namespace
 

@@ -164,8 +164,7 @@ struct QueryLoader {
   }
 };
 
-// The keys that a tile's rows see with a tree. A window holds the last of them: the row's own and
-// `left` more. Bits of new tokens that have no key do not count.
+// The keys that a tile's rows see with a tree.
 template <typename Shape>
 __device__ __forceinline__ void load_tree(const DecodeArgs& args, const Tile& tile,
                                           const Sequence<Shape::kStep>& sequence,
@@ -174,22 +173,13 @@ __device__ __forceinline__ void load_tree(const DecodeArgs& args, const Tile& ti
   if (row >= Shape::kRows) return;
   const int start = start_of(args, tile.b), count = sequence.queries, old = sequence.length - count;
   const int query = (tile.row_block * Shape::kRows + row) / args.group;
-  uint64_t tokens = 0;
-  if (query < count && old > -64) {
-    tokens =
+  uint64_t word = 0;
+  if (query < count) {
+    word =
         *reinterpret_cast<const uint64_t*>(reinterpret_cast<const char*>(args.tree) +
                                            static_cast<int64_t>(args.tree_step) * (start + query));
-    // Bits of tokens that the sequence does not have are cleared.
-    tokens &= ~uint64_t{0} >> (64 - count) & ~uint64_t{0} << max(-old, 0);
   }
-  int first = 0;
-  if (args.left >= 0) {
-    int behind = max(__popcll(tokens), 1) - 1;
-    first = min(old + behind - args.left, old);
-#pragma unroll 1
-    for (; behind > args.left; --behind) tokens &= tokens - 1;
-  }
-  shared->tree[row] = {tokens, first};
+  shared->tree[row] = tree_row(word, count, old, args.left);
 }
 
 template <typename Shape>

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/attention/common/tree.cuh"
 #include "kernels/attention/decode/arithmetic.cuh"
 #include "kernels/attention/decode/sequence.cuh"
 #include "kernels/sm90/async_copy.cuh"
@@ -20,7 +21,9 @@
 namespace tiercel {
 
 // kD is the head dimension of the tiles; with kAnyD, heads may have fewer, the rest are zeros.
-template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_>
+// kWarps_ is 0 for as many warps as decode_warps says.
+template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_,
+          int kWarps_ = 0>
 struct DecodeShape {
   using Format = Format_;  // of queries and results
   static constexpr bool kFloat8 = kFloat8_;
@@ -39,7 +42,7 @@ struct DecodeShape {
   static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
   static constexpr int kStage = 2 * kHalf;
   static constexpr bool kSpread = kSpread_;  // blocks share all tiles, or a cluster has one
-  static constexpr int kWarps = decode_warps(kSpread, kStage, kTiles);
+  static constexpr int kWarps = kWarps_ > 0 ? kWarps_ : decode_warps(kSpread, kStage, kTiles);
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kWarps);
 };
@@ -52,6 +55,18 @@ __device__ __forceinline__ uint32_t chunk_place(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
   } else {
     return row / 2 * 128 + (((row & 1) * 4 + chunk) ^ (row / 2 & 3)) * 16;
+  }
+}
+
+// The place of a copy of copy_step: row `turn` * (rows at once) + own, chunk c * (lanes) + first.
+// For rows of 128 bytes or more one exclusive or is the same for all even turns, one for odd ones.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t copy_place(int turn, int own, int c, int first) {
+  if constexpr (kRowBytes >= 128) {
+    const uint32_t place = own * kRowBytes + ((first ^ own) << 4);
+    return (place ^ (turn % 2 * 64)) + turn * 4 * kRowBytes + c * 128;
+  } else {
+    return chunk_place<kRowBytes>(turn * (32 / (kRowBytes / 16)) + own, first);
   }
 }
 
@@ -112,30 +127,46 @@ struct Pages {
 };
 
 // Starts the copies of a step's keys and values. Rows past `last`, the sequence's last key in this
-// step, repeat that key.
+// step, become zeros.
 template <typename Shape>
 __device__ __forceinline__ void copy_step(const DecodeArgs& args, const char* k, const char* v,
                                           const Pages<Shape>& pages, int key, int last,
                                           uint32_t stage) {
   constexpr int kLanes = Shape::kRowBytes < 128 ? Shape::kRowBytes / 16 : 8;  // of a row
   constexpr int kAtOnce = 32 / kLanes;                                        // rows
-  constexpr int kChunks = Shape::kRowBytes / 16 / kLanes;                     // of a lane
-  const int lane = threadIdx.x % 32, first = lane % kLanes;
+  constexpr int kTurns = Shape::kStep / kAtOnce;
+  constexpr int kChunks = Shape::kRowBytes / 16 / kLanes;  // of a lane
+  const int lane = threadIdx.x % 32, first = lane % kLanes, own = lane / kLanes;
   const int mask = (1 << args.page_bits) - 1;
+  const char *from_k[kTurns], *from_v[kTurns];
+  if ((Shape::kStep - 1 & ~mask) == 0) {
+    // A step lies in one page, whose entry all lanes have.
+    const int64_t page = pages.entry[0], place = (key & mask) + own;
+    from_k[0] = k + page * args.k_strides.page + place * args.k_strides.place;
+    from_v[0] = v + page * args.v_strides.page + place * args.v_strides.place;
 #pragma unroll
-  for (int i = 0; i < Shape::kStep / kAtOnce; ++i) {
-    const int own = i * kAtOnce + lane / kLanes, row = min(own, last);
-    const int64_t page = pages.of(row), place = (key + row) & mask;
-    const char* from_k = k + page * args.k_strides.page + place * args.k_strides.place;
-    const char* from_v = v + page * args.v_strides.page + place * args.v_strides.place;
+    for (int i = 1; i < kTurns; ++i) {
+      from_k[i] = from_k[i - 1] + int64_t{kAtOnce} * args.k_strides.place;
+      from_v[i] = from_v[i - 1] + int64_t{kAtOnce} * args.v_strides.place;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int row = i * kAtOnce + own;
+      const int64_t page = pages.of(row), place = (key + row) & mask;
+      from_k[i] = k + page * args.k_strides.page + place * args.k_strides.place;
+      from_v[i] = v + page * args.v_strides.page + place * args.v_strides.place;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const bool exists = i * kAtOnce + own <= last;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const int chunk = c * kLanes + first;
-      const bool real = !Shape::kAnyD || chunk * 16 < args.d * Shape::kElement;
-      const uint32_t to = stage + chunk_place<Shape::kRowBytes>(own, chunk);
-      const int bytes = Shape::kAnyD && !real ? 0 : chunk * 16;
-      async_copy_16(to, from_k + bytes, real);
-      async_copy_16(to + Shape::kHalf, from_v + bytes, real);
+      const bool real = !Shape::kAnyD || (c * kLanes + first) * 16 < args.d * Shape::kElement;
+      const uint32_t to = stage + copy_place<Shape::kRowBytes>(i, own, c, first);
+      async_copy_16(to, from_k[i] + c * kLanes * 16 + first * 16, exists && real);
+      async_copy_16(to + Shape::kHalf, from_v[i] + c * kLanes * 16 + first * 16, exists && real);
     }
   }
 }
@@ -270,28 +301,15 @@ __device__ __forceinline__ void hide_outside(const DecodeArgs& args, const Rows<
   }
 }
 
-// The keys that a row sees with a tree: of the old ones, those before the new tokens, all from
-// `first` on; of the new tokens, those whose bits are set.
-struct TreeRow {
-  uint64_t tokens;
-  int first;  // at most the number of old ones
-};
-
 template <typename Shape>
 __device__ __forceinline__ void hide_by_tree(const Sequence<Shape::kStep>& sequence, int key,
                                              const TreeRow* tree, Scores<Shape>& s) {
   static_assert(Shape::kStep <= 64, "a word has a bit for each key of a step");
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int old = sequence.length - sequence.queries - (key + g);  // from the lane's first key on
+  const int old = sequence.length - sequence.queries;
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kTiles; ++r) {
-    const TreeRow& row = tree[r / 2 * 8 + 2 * t + r % 2];
-    const int first = row.first - (key + g);
-    uint64_t seen = ~uint64_t{0};
-    if (old < 64) {
-      seen = old > 0 ? ~(seen << old) | row.tokens << old : old > -64 ? row.tokens >> -old : 0;
-    }
-    if (first > 0) seen = first < 64 ? seen >> first << first : 0;
+    const uint64_t seen = tree_keys(tree[r / 2 * 8 + 2 * t + r % 2], old, key + g);
 #pragma unroll
     for (int block = 0; block < Shape::kBlocks; ++block) {
 #pragma unroll
@@ -303,8 +321,17 @@ __device__ __forceinline__ void hide_by_tree(const Sequence<Shape::kStep>& seque
   }
 }
 
+// Scores may exceed their reference by so many powers of 2 until the sums are rescaled. Then
+// probabilities are up to 256, which float16 holds as exactly as those up to 1.
+constexpr float kSlack = 8.0f;
+
+// A row's probabilities are relative to it.
+__device__ __forceinline__ float reference(float largest) {
+  return largest == -INFINITY ? 0.0f : largest;
+}
+
 // Masks and caps a step's raw scores and turns them into probabilities, relative to the largest
-// score so far; rescales the earlier sums to that.
+// score so far, or one that was less by kSlack at most; rescales the earlier sums to that.
 template <typename Shape>
 __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape>& rows,
                                         const Sequence<Shape::kStep>& sequence, int key,
@@ -331,31 +358,36 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
       hide_by_tree<Shape>(sequence, key, tree, s);
     }
   }
-  float factor[2 * kTiles], largest[2 * kTiles], against[2 * kTiles];
+  float highest[2 * kTiles];
   bool grown = false;
 #pragma unroll
   for (int r = 0; r < 2 * kTiles; ++r) {
-    factor[r] = capped ? args.cap_log2 : rows.scale[r];
-    float step_largest = -INFINITY;
+    const float factor = capped ? args.cap_log2 : rows.scale[r];
+    highest[r] = -INFINITY;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const float (&c)[4] = s[r / 2][block];
-      step_largest = fmaxf(step_largest, fmaxf(c[r % 2], c[r % 2 + 2]));
-    }
 #pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) {
-      step_largest = fmaxf(step_largest, __shfl_xor_sync(kFullWarp, step_largest, offset));
+      for (int i = r % 2; i < 4; i += 2) {
+        float& score = s[r / 2][block][i];
+        // Not fused with what follows: the largest one is rounded here as the others are.
+        score = __fmul_rn(score, factor);
+        highest[r] = fmaxf(highest[r], score);
+      }
     }
-    largest[r] = fmaxf(state->largest[r], step_largest * factor[r]);
-    against[r] = largest[r] == -INFINITY ? 0.0f : largest[r];
-    grown |= largest[r] > state->largest[r];
+    grown |= highest[r] - state->largest[r] > kSlack;
   }
   if (__any_sync(kFullWarp, grown)) {
 #pragma unroll
     for (int r = 0; r < 2 * kTiles; ++r) {
-      const float shrink = exp2_approx(state->largest[r] - against[r]);
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) {
+        highest[r] = fmaxf(highest[r], __shfl_xor_sync(kFullWarp, highest[r], offset));
+      }
+      const float before = state->largest[r];
+      // A row's reference depends on the row alone.
+      if (highest[r] - before > kSlack) state->largest[r] = highest[r];
+      const float shrink = exp2_approx(before - reference(state->largest[r]));
       state->sum[r] *= shrink;
-      state->largest[r] = largest[r];
 #pragma unroll
       for (int m = 0; m < Shape::kD / 16; ++m) {
         state->out[r / 2][m][r % 2] *= shrink;
@@ -363,6 +395,9 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
       }
     }
   }
+  float against[2 * kTiles];
+#pragma unroll
+  for (int r = 0; r < 2 * kTiles; ++r) against[r] = reference(state->largest[r]);
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -370,8 +405,7 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = 2 * n + i % 2;
-        // Not fused: the product of the largest has to be rounded here as it was there.
-        const float p = exp2_approx(__fadd_rn(__fmul_rn(s[n][block][i], factor[r]), -against[r]));
+        const float p = exp2_approx(s[n][block][i] - against[r]);
         state->sum[r] += p;
         s[n][block][i] = p;
       }

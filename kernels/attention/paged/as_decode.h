@@ -7,6 +7,7 @@
 
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/paged/paged.h"
+#include "kernels/sm90/invariant.h"
 
 namespace tiercel {
 
@@ -18,11 +19,12 @@ class AsDecode {
       : q_(*call.q), out_(*call.out), total_(call.q->shape[0]), d_(call.q->shape[2]) {
     const int64_t batch = call.cu_seqlens_q->shape[0] - 1, heads = q_.shape[1];
     const int64_t kv_heads = std::max<int64_t>(call.k_cache->shape[2], 1);
-    // With a tree, no other kernel takes the call.
+    // A tree may be of one token.
     const int64_t most = std::max<int64_t>(call.max_q, call.tree != nullptr);
     rows_ = most > kMostRows ? kMostRows + 1 : most * (heads / kv_heads);
     float8_ = call.k_cache->dtype == DType::kFloat8E4M3;
     tree_ = call.tree != nullptr;
+    alone_ = tree_ && !may_be_tiles(call);
     near_ = near(*call.cu_seqlens_q) && (!tree_ || near(*call.tree));
     set(batch, most, &q_, q_shape_, q_strides_);
     set(batch, most, &out_, out_shape_, out_strides_);
@@ -50,10 +52,18 @@ class AsDecode {
   bool fits() const {
     const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : 32;
     const bool aligned = q_strides_[1] % 8 == 0 && out_strides_[1] % 8 == 0;
-    return rows_ >= 1 && (tree_ || rows_ <= most) && total_ < kMostTotal && near_ &&
+    return rows_ >= 1 && (alone_ || rows_ <= most) && total_ < kMostTotal && near_ &&
            (total_ == 1 || aligned);
   }
   const DecodeCall& call() const { return decode_; }
+
+  // True if there is a kernel with tiles of more rows that takes the tree of a call: tree.py. It is
+  // for bfloat16 and 128 columns, without window and cap, and not for the batch-invariant mode.
+  static bool may_be_tiles(const PagedAttentionCall& call) {
+    const int64_t d = call.q->shape[2];
+    return !batch_invariant() && call.k_cache->dtype == DType::kBFloat16 && d > 64 && d <= 128 &&
+           call.options.left < 0 && call.options.softcap == 0.0;
+  }
 
  private:
   static constexpr int64_t kMostRows = 64;  // of a key head: the largest of `most`
@@ -81,6 +91,7 @@ class AsDecode {
   int64_t lse_shape_[3], lse_strides_[3];
   int64_t total_, d_, rows_;
   bool float8_, tree_, near_;
+  bool alone_;  // no other kernel takes the call
 };
 
 }  // namespace tiercel

@@ -27,6 +27,7 @@ inline void set_wide(const PagedAttentionCall& call, const AttentionPagedArgumen
   w->out = w->result = static_cast<char*>(call.out->data);
   w->lse = static_cast<float*>(a.lse);
   w->sinks = split ? nullptr : static_cast<const float*>(a.sinks);
+  w->tree = call.tree == nullptr ? nullptr : static_cast<const char*>(call.tree->data);
   w->starts = static_cast<const char*>(a.starts_q);
   w->lengths = static_cast<const char*>(a.lengths);
   w->table = static_cast<const char*>(a.table);
@@ -42,6 +43,7 @@ inline void set_wide(const PagedAttentionCall& call, const AttentionPagedArgumen
   w->start_step = a.step_q;
   w->length_step = a.length_step;
   w->table_step = a.table_step;
+  w->tree_step = call.tree == nullptr ? 0 : step_of(*call.tree);
   w->batch = a.batch;
   w->total = a.total_q;
   w->heads = a.heads;

@@ -45,7 +45,8 @@ struct PagedCache {
 // The stride of an int32 tensor's last dimension, in bytes.
 inline int32_t step_of(const TensorView& view) {
   const int last = view.ndim - 1;
-  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
+  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * dtype_bytes(view.dtype))
+                              : 0;
 }
 
 }  // namespace tiercel

@@ -10,6 +10,7 @@ from kernels.attention.forward.functions import variant_of
 from kernels.attention.paged.chained import ChainedAttention, ChainedOperands
 from kernels.attention.paged.kernel import COPY_ROWS, POINTERS, SIZES, PagedAttention
 from kernels.attention.paged.operands import Factors, PagedOperands
+from kernels.attention.paged.tree import TreeAttention, TreeOperands
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 
@@ -19,27 +20,31 @@ _TILES = (
     (128, 2, 128, 2, 2, 2),
     (256, 2, 64, 2, 1, 1),
 )
-# The only tile for which chained.py is compiled.
+# The only tiles for which chained.py and tree.py are compiled.
 _CHAINED_TILE = (128, 2, 128, 2, 1, 2)
+_TREE_TILE = (128, 2, 128, 2, 2, 2)
 # A window without limits is no mask.
 _KINDS = (("causal", False), ("window", False), ("window", True))
 
 _ONE = 0x3F800000
 _FIXED = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0, "band": 1}
-_FIXED |= {name: 9 + i for i, name in enumerate((*SIZES, *Factors._fields[2:]))}  # all different
+_NUMBERS = (*SIZES, *Factors._fields[2:], "tree_step")
+_FIXED |= {name: 9 + i for i, name in enumerate(_NUMBERS)}  # all different
 _CHECKED = (
     dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_FIXED, blocks=132),
     dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_FIXED, blocks=1),
 )
 
 
-def function(dtype, tile, mask, capped, chained=False):
+def function(dtype, tile, mask, capped=False, chained=False, tree=False):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
     kernel = PagedAttention(name, PagedOperands(element, v), v)
     if chained:
         kernel = ChainedAttention(name + "_chained", ChainedOperands(element, v), v)
+    if tree:
+        kernel = TreeAttention(name + "_tree", TreeOperands(element, v), v)
     name = kernel.name
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
@@ -51,6 +56,9 @@ def function(dtype, tile, mask, capped, chained=False):
         for name in POINTERS
     )
     sizes = tuple(map(Scalar, SIZES))
+    if tree:
+        starts += (Pointer("tree", cutlass.Int64, align=8),)
+        sizes += (Scalar("tree_step"),)
     factors = None
     if kernel.widens:
         names = Factors._fields
@@ -81,6 +89,7 @@ def function(dtype, tile, mask, capped, chained=False):
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
         str(chained).lower(),
+        str(tree).lower(),
     )
     arguments = (*pointers, lse, None, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
@@ -90,4 +99,8 @@ def functions():
     built = [
         function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
     ]
-    return [*built, function("bf16", _CHAINED_TILE, "causal", False, chained=True)]
+    return [
+        *built,
+        function("bf16", _CHAINED_TILE, "causal", chained=True),
+        function("bf16", _TREE_TILE, "causal", tree=True),
+    ]

@@ -233,10 +233,9 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   if (call.tree != nullptr) {
     const Argument tree{kOp, "tree_mask", *call.tree};
     TIERCEL_RETURN_IF_ERROR(check_steps(tree));
-    return unsupported(tree,
-                       d > kMostOfTiles ? "be None with a head dimension of more than 256"
-                                        : "be None with these strides of other tensors",
-                       "a tensor");
+    if (d <= kMostOfTiles && !AsDecode::may_be_tiles(call)) {
+      return unsupported(tree, "be None with these strides of other tensors", "a tensor");
+    }
   }
   for (int i = 0; i < 2; ++i) {
     if (call.out->shape[i] > 1 && call.out->strides[i] / kVector > kMostStep) {
@@ -258,7 +257,7 @@ bool is_empty(const PagedAttentionCall& call) {
 
 // True if few new tokens go to decode_attention's kernels. In the batch-invariant mode chunks of
 // any size go to the same kernels: to decode_attention's where the cache is float8 or there is a
-// tree, which others do not take.
+// tree, which the others do not take in that mode up to a head dimension of 256.
 bool decodes(const PagedAttentionCall& call) {
   return !batch_invariant() || is_float8(*call.k_cache) || call.tree != nullptr;
 }
@@ -293,7 +292,7 @@ struct Choice {
 
 // kernel.py's kernel for a head dimension, a mask and a cap.
 const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options,
-                                        bool chained = false) {
+                                        bool chained = false, bool tree = false) {
   const bool capped = options.softcap != 0.0;
   const bool causal = !capped && options.left < 0 && options.right == 0;
   const AttentionPagedKernel* found = nullptr;
@@ -302,7 +301,8 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
   for (int i = 0; i < count; ++i) {
     const AttentionPagedVariant& variant = kernels[i].variant;
     if (variant.dtype != q.dtype || variant.d < q.shape[2] || variant.capped != capped ||
-        (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained) {
+        (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained ||
+        variant.tree != tree) {
       continue;
     }
     if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
@@ -321,7 +321,7 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
     choice->most = choice->queries;
     return;
   }
-  choice->kernel = find_kernel(q, call.options);
+  choice->kernel = find_kernel(q, call.options, false, call.tree != nullptr);
   choice->tile_n = choice->kernel->variant.tile_n;
   choice->d = choice->kernel->variant.d;
   choice->copy_rows = std::min<int64_t>(places, choice->tile_n);
@@ -454,6 +454,10 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->k_scale = scale_of(call.k_scale, &a->k_scale_step);
   a->v_scale = scale_of(call.v_scale, &a->v_scale_step);
   a->o = out.data;
+  if (call.tree != nullptr) {
+    a->tree = call.tree->data;
+    a->tree_step = step_of(*call.tree);
+  }
   a->batch = narrow(batch);
   a->seq_q = a->total_q = narrow(q.shape[0]);
   a->seq_k = a->capacity = narrow(table.shape[1] * places);
@@ -462,7 +466,8 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->scale = scale;
   a->slope = slope;
   a->left = attention_limit(call.options.left);
-  a->right = attention_limit(call.options.right);
+  // A row of a tree sees new tokens by its word alone.
+  a->right = attention_limit(call.tree == nullptr ? call.options.right : -1);
   a->band = 1;
   a->part_blocks = narrow(choice.part_blocks);
   a->least_parts = narrow(ceil_div(int64_t{choice.blocks}, choice.tiles * a->kv_heads));

@@ -14,6 +14,7 @@
 // split among blocks; paged_combine puts the parts together.
 #include <cstdint>
 
+#include "kernels/attention/common/tree.cuh"
 #include "kernels/attention/paged/wide.h"
 #include "kernels/mla/block.cuh"
 #include "kernels/mla/rows.cuh"
@@ -120,12 +121,15 @@ struct Tiles {
 
   __device__ __forceinline__ bool any() const { return first < last; }
 
-  // The key behind those that a query of the sequence sees, and the first one.
+  __device__ __forceinline__ int old() const { return keys - queries; }
+
+  // The key behind those that a query of the sequence sees, and the first one. With a tree a query
+  // may see any new token, and as few of them as the first query.
   __device__ __forceinline__ int end_of(const PagedWideArgs& args, int at) const {
-    return min(keys, at + keys - queries + args.right + 1);
+    return args.tree != nullptr ? keys : min(keys, at + old() + args.right + 1);
   }
   __device__ __forceinline__ int begin_of(const PagedWideArgs& args, int at) const {
-    return at + keys - queries - args.left;
+    return (args.tree != nullptr ? 0 : at) + old() - args.left;
   }
 
  private:
@@ -368,9 +372,41 @@ __device__ __forceinline__ void hide_scores(float (&s)[32], const int (&begin)[2
   }
 }
 
+// Scores of keys that a row does not see in its tree become minus infinity. Few steps have any, so
+// no registers hold the words.
+__device__ __forceinline__ void hide_by_tree(const PagedWideArgs& args, const Tiles& tile, int key,
+                                             float (&s)[32]) {
+  const Place place;
+#pragma unroll
+  for (int second = 0; second < 2; ++second) {
+    const Row row(args, tile, place.row + 8 * second);
+    uint64_t word = 0;
+    if (row.real) {
+      word = *reinterpret_cast<const uint64_t*>(args.tree + static_cast<int64_t>(args.tree_step) *
+                                                                (tile.start + row.query));
+    }
+    const TreeRow of = tree_row(word, tile.queries, tile.old(), args.left);
+    const uint64_t seen = tree_keys(of, tile.old(), key + place.column);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if ((seen >> (8 * j + i) & 1) == 0) s[4 * j + 2 * second + i] = -INFINITY;
+      }
+    }
+  }
+}
+
 // Masks a step's scores, unless all rows see all of its keys.
 __device__ __forceinline__ void mask_step(const PagedWideArgs& args, const Tiles& tile, int key,
                                           float (&s)[32]) {
+  if (args.tree != nullptr) {
+    // The window of a row that sees all 64 new tokens begins last.
+    if (key + kWideStep > tile.old() || key < tile.old() + 63 - args.left) {
+      hide_by_tree(args, tile, key, s);
+    }
+    return;
+  }
   if (key + kWideStep <= tile.end_of(args, tile.query) &&
       key >= tile.begin_of(args, tile.query + args.queries - 1)) {
     return;

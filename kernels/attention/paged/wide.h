@@ -40,6 +40,7 @@ struct PagedWideArgs {
   char* result;        // whose rows are 0 where no sequence has them
   float* lse;          // [parts * heads, total], or null
   const float* sinks;  // [heads], or null
+  const char* tree;    // [total] words of 64 bits, or null; bit j: the row sees new token j
   // Contents are not trusted: each value is clamped where it is read.
   const char* starts;
   const char* lengths;
@@ -52,6 +53,7 @@ struct PagedWideArgs {
   int32_t start_step;         // bytes
   int32_t length_step;
   int32_t table_step;
+  int32_t tree_step;
   int batch;
   int total;      // rows of q
   int heads;      // of q

@@ -132,10 +132,10 @@ def paged_attention(
         q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
         tree_mask: ``[Tq]`` int64, any stride: for drafts that are trees. Bit j of a row's word says
             that the query sees new token j of its sequence; it sees all keys before the new tokens,
-            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True; the precompiled
-            kernels take D up to 256. A window holds the last ``left + 1`` of the keys that a query
-            sees. Bits of tokens that a sequence does not have do not count. The op's page makes one
-            of :func:`tiercel.verify_draft`'s ``parents``.
+            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
+            the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
+            not have do not count. The op's page makes one of :func:`tiercel.verify_draft`'s
+            ``parents``.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
             how keys are split among blocks, and says how much memory 16-bit copies of a float8
             cache take. With one that is too small, further keys of a float8 cache may not count,

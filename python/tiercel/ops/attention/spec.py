@@ -265,7 +265,7 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         results=_results("Tq H D", "H Tq"),
         check=_check_paged,
         limits="page sizes that are powers of two, head dimension a multiple of 8 up to 512 "
-        "(float8 caches and trees: up to 256; float8 with many new tokens: of 16 up to 128), up to "
+        "(float8 caches: up to 256; float8 with many new tokens: of 16 up to 128), up to "
         "64 query heads a key head",
         numerics=Numerics(
             2**-8,
