@@ -217,10 +217,15 @@ __device__ __forceinline__ void store_shares(const float* s, uint32_t tile, int 
 
 // RowState::add() of one row's 16 scores.
 __device__ __forceinline__ float add_row(RowState& state, float (&s)[16], float scale) {
-  float most = s[0];
+  float pairs[8];
 #pragma unroll
-  for (int i = 1; i < 16; ++i) most = fmaxf(most, s[i]);
-  most = lanes_reduce<4>(most, [](float a, float b) { return fmaxf(a, b); });
+  for (int i = 0; i < 8; ++i) pairs[i] = fmaxf(s[i], s[i + 8]);
+#pragma unroll
+  for (int step = 4; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < step; ++i) pairs[i] = fmaxf(pairs[i], pairs[i + step]);
+  }
+  const float most = lanes_reduce<4>(pairs[0], [](float a, float b) { return fmaxf(a, b); });
   const float grown = fmaxf(state.largest, most * scale);
   const float reference = grown == -INFINITY ? 0.0f : grown;
   const float factor = exp2_approx(state.largest - reference);
