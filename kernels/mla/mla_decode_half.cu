@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_queries_ahead(uint32_t (&q)[kHeldSteps][4],
                                                    const AheadMemory& memory) {
   constexpr int kGroups = kMlaKey / 32;  // of 32 columns: 16 bytes of each of 4 lanes
   const Place place;
-  const int lane = threadIdx.x % 4;
+  const int lane = opaque(threadIdx.x % 4);
   const int first = static_cast<int>(blockIdx.x) % args.row_blocks * kMlaRows + place.row;
   const char* from[2];
   bool real[2];
@@ -239,16 +239,26 @@ __device__ __forceinline__ float add_row(RowState& state, float (&s)[16], float 
   return factor;
 }
 
-// The last key that a row sees, and one: query i sees those before length - queries + i + 1.
-__device__ __forceinline__ int row_end(const MlaDecodeArgs& args, const AheadNote& note, int row) {
+// Scores of keys that a row of the block does not see become minus infinity. `left`: from the
+// step's first key to the sequence's end; query i sees the keys before left - queries + i + 1.
+__device__ __forceinline__ void mask_row(const MlaDecodeArgs& args, float (&s)[16], int left,
+                                         int row) {
+  if (__builtin_expect(left - args.queries + 1 >= kMlaStep, 1)) return;
   const int at = static_cast<int>(opaque(blockIdx.x)) % args.row_blocks * kMlaRows + row;
-  return min(note.length - args.queries + 1 + at / args.heads, note.length);
+  const int end = min(left - args.queries + 1 + at / args.heads, left) - Place().column;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i / 2 * 8 + i % 2 >= end) s[i] = -INFINITY;
+  }
 }
 
 // A sequence's last step: the row's inverse for the values, and its sums for the caller.
 __device__ __forceinline__ void end_row(const MlaDecodeArgs& args, const AheadMemory& memory,
-                                        const AheadNote& note, const AheadRing& next,
-                                        unsigned char* pointer, RowState& state, int row) {
+                                        const AheadRing& ring, unsigned char* pointer,
+                                        RowState& state, int row) {
+  const AheadNote note = *ahead_note(pointer, ring.stage);
+  AheadRing next = ring;
+  next.next();
   state.sum = lanes_reduce<4>(state.sum, Sum());
   // Parts stay sums; mla_combine divides.
   const bool parts = note.flags & AheadNote::kShared;
@@ -287,23 +297,16 @@ __device__ __forceinline__ void lower_shares(const MlaDecodeArgs& args, const Ah
                  : "r"(from + k * 2048)
                  : "memory");
   }
-  const AheadNote note = *ahead_note(pointer, ring.stage);
+  const AheadNote* const note = ahead_note(pointer, ring.stage);
+  const int left = note->length - note->key;
   named_arrive<256>(kTaken);
-  if (__builtin_expect(note.key + kMlaStep > note.length - args.queries + 1, 0)) {
-    const int end = row_end(args, note, place.row + 8) - note.key - place.column;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (i / 2 * 8 + i % 2 >= end) s[i] = -INFINITY;
-    }
-  }
+  mask_row(args, s, left, place.row + 8);
   const float factor = add_row(state, s, args.scale);
   named_sync<128>(kSecondTail);  // all have read the scores
   store_shares<Format, 2>(s, memory.rotary(ring.stage), place.row / 16 * 16 + 8);
   if (place.column == 0 && !begins) ahead_factors(pointer, ring.stage)[place.row + 8] = factor;
-  if (note.flags & AheadNote::kEnds) {
-    AheadRing next = ring;
-    next.next();
-    end_row(args, memory, note, next, pointer, state, place.row + 8);
+  if (__builtin_expect(note->flags & AheadNote::kEnds, 0)) {
+    end_row(args, memory, ring, pointer, state, place.row + 8);
   }
   proxy_fence();
   release(memory.ready(ring.stage));
@@ -382,13 +385,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       float own[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) own[i] = s[i / 2 * 4 + i % 2];
-      if (__builtin_expect(note.key + kMlaStep > note.length - args.queries + 1, 0)) {
-        const int end = row_end(args, note, place.row) - note.key - place.column;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          if (i / 2 * 8 + i % 2 >= end) own[i] = -INFINITY;
-        }
-      }
+      mask_row(args, own, note.length - note.key, place.row);
       float scale = args.scale;
       asm volatile("" : "+f"(scale));  // in a register: a constant operand costs an issue slot
       ring.next();
@@ -404,7 +401,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       begins = false;
       there = __all_sync(kFullWarp, arrived);
       if (__builtin_expect(flags & AheadNote::kEnds, 0)) {
-        end_row(args, memory, note, ring, pointer, state, place.row);
+        end_row(args, memory, AheadRing(ring).before(), pointer, state, place.row);
       }
       if (!late || (flags & AheadNote::kEnds)) announce(stage);
       note_time<kForm>(args, note.key, 2);
