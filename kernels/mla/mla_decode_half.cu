@@ -44,7 +44,7 @@ static_assert(kScoresRegisters + 2 * kValuesRegisters <= 3 * (65536 / kMlaThread
 // has no room beside them.
 constexpr int kHeldSteps = kMlaLatent / 16 - 1;
 
-constexpr int kPrefetch = 1, kTrace = 2, kNatural = 4;  // measured forms
+constexpr int kPrefetch = 1, kTrace = 2, kNatural = 4, kFree = 8, kLater = 16;  // measured forms
 
 __device__ __forceinline__ uint32_t now() {
   uint32_t clock;
@@ -215,8 +215,8 @@ __device__ __forceinline__ void store_shares(const float* s, uint32_t tile, int 
   }
 }
 
-// RowState::add() of one row's 16 scores.
-__device__ __forceinline__ float add_row(RowState& state, float (&s)[16], float scale) {
+// The largest of a row's 16 scores of each of 4 lanes.
+__device__ __forceinline__ float row_largest(const float (&s)[16]) {
   float pairs[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) pairs[i] = fmaxf(s[i], s[i + 8]);
@@ -225,7 +225,12 @@ __device__ __forceinline__ float add_row(RowState& state, float (&s)[16], float 
 #pragma unroll
     for (int i = 0; i < step; ++i) pairs[i] = fmaxf(pairs[i], pairs[i + step]);
   }
-  const float most = lanes_reduce<4>(pairs[0], [](float a, float b) { return fmaxf(a, b); });
+  return lanes_reduce<4>(pairs[0], [](float a, float b) { return fmaxf(a, b); });
+}
+
+// RowState::add() of one row's 16 scores, of which `most` is the largest.
+__device__ __forceinline__ float add_row(RowState& state, float (&s)[16], float most,
+                                         float scale) {
   const float grown = fmaxf(state.largest, most * scale);
   const float reference = grown == -INFINITY ? 0.0f : grown;
   const float factor = exp2_approx(state.largest - reference);
@@ -301,7 +306,7 @@ __device__ __forceinline__ void lower_shares(const MlaDecodeArgs& args, const Ah
   const int left = note->length - note->key;
   named_arrive<256>(kTaken);
   mask_row(args, s, left, place.row + 8);
-  const float factor = add_row(state, s, args.scale);
+  const float factor = add_row(state, s, row_largest(s), args.scale);
   named_sync<128>(kSecondTail);  // all have read the scores
   store_shares<Format, 2>(s, memory.rotary(ring.stage), place.row / 16 * 16 + 8);
   if (place.column == 0 && !begins) ahead_factors(pointer, ring.stage)[place.row + 8] = factor;
@@ -371,6 +376,14 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         }
       }
       const Place place;
+      float own[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) own[i] = s[i / 2 * 4 + i % 2];
+      float most;
+      if constexpr ((kForm & kLater) != 0) {
+        mask_row(args, own, note.length - note.key, place.row);
+        most = row_largest(own);
+      }
       named_sync<128>(kScores);  // all have multiplied the rotary columns
       {
         const uint32_t to = memory.rotary(stage) + opaque(threadIdx.x % 128) * 16;
@@ -382,14 +395,14 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         }
       }
       named_arrive<256>(kProbabilities);
-      float own[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) own[i] = s[i / 2 * 4 + i % 2];
-      mask_row(args, own, note.length - note.key, place.row);
+      if constexpr ((kForm & kLater) == 0) {
+        mask_row(args, own, note.length - note.key, place.row);
+        most = row_largest(own);
+      }
       float scale = args.scale;
       asm volatile("" : "+f"(scale));  // in a register: a constant operand costs an issue slot
       ring.next();
-      const float factor = add_row(state, own, scale);
+      const float factor = add_row(state, own, most, scale);
       const bool arrived = late && keys_arrived(memory, ring);
       note_time<kForm>(args, note.key, 12);
       named_sync<256>(kTaken);  // the scores of the other rows have been read
@@ -561,9 +574,11 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
         }
         begins = false;
       }
-      if (loads) load_until(memory.turn(ring.stage));
-      __syncwarp();
-      mbarrier_wait(memory.turn(ring.stage), ring.parity);
+      if constexpr ((kForm & kFree) == 0) {
+        if (loads) load_until(memory.turn(ring.stage));
+        __syncwarp();
+        mbarrier_wait(memory.turn(ring.stage), ring.parity);
+      }
       if (half == 0) note_time<kForm>(args, ahead_note(pointer, ring.stage)->key, 4);
       wgmma_settle(o);
       wgmma_fence();
@@ -685,6 +700,7 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
 const MlaDecodeKernel kKernels[] = {
     TIERCEL_MLA_DECODE_HALF(BFloat16, 0), TIERCEL_MLA_DECODE_HALF(BFloat16, 1),
     TIERCEL_MLA_DECODE_HALF(BFloat16, 2), TIERCEL_MLA_DECODE_HALF(BFloat16, 4),
+    TIERCEL_MLA_DECODE_HALF(BFloat16, 8), TIERCEL_MLA_DECODE_HALF(BFloat16, 16),
     TIERCEL_MLA_DECODE_HALF(Float16, 0)};
 
 }  // namespace
