@@ -153,13 +153,6 @@ __device__ __forceinline__ void boxes_multicast(void* to, const CUtensorMap* map
       : "memory");
 }
 
-// A hint to bring half of a step's latents to the L2.
-__device__ __forceinline__ void boxes_prefetch(const CUtensorMap* map, int row, int block) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0),
-               "r"(row), "r"(block)
-               : "memory");
-}
-
 // Loads the next step, if there is one, to the stage, which both blocks of the pair have freed.
 // `row` is ahead_row(). Each block loads a half of the values into both, and the rotary columns of
 // every other step. One warp calls it.

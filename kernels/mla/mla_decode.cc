@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/mla/mla_host.h"
@@ -144,16 +143,9 @@ struct Choice {
 Choice choose(const MlaDecodeCall& call, const MlaDecodeArgs& args) {
   const DType dtype = call.q->dtype;
   if (!args.ahead) return {decode_kernel(dtype, layout_of(*call.kv_cache)), kMlaShared};
-  // Measured: "half0", "half1", ..., "old0", ...
-  const char* form = std::getenv("TIERCEL_MLA_FORM");
-  const std::string chosen = form == nullptr || dtype != DType::kBFloat16 ? "half0" : form;
-  const bool old = chosen.rfind("old", 0) == 0;
-  const std::string ending = ", " + chosen.substr(old ? 3 : 4) + ">";
-  const auto* found =
-      KernelTable(old ? mla_ahead_kernels : mla_half_kernels).find([&](const auto& kernel) {
-        const std::string name = kernel.kernel.name();
-        return kernel.dtype == dtype && name.find(ending) != std::string::npos;
-      });
+  const auto* found = KernelTable(mla_ahead_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == dtype;
+  });
   return {&found->kernel, kAheadShared};
 }
 
@@ -243,9 +235,6 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
                args->copy_rows >= kMlaLeastBox;
   args->ahead = layout_of(*call.kv_cache) == MlaLayout::kSame && places >= kMlaStep;
   args->scale = static_cast<float>(call.scale * kLog2E);
-  const char* trace = std::getenv("TIERCEL_MLA_TRACE");
-  args->trace = trace == nullptr ? nullptr
-                                 : reinterpret_cast<uint32_t*>(std::strtoull(trace, nullptr, 10));
 }
 
 Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,

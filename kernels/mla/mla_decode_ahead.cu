@@ -44,25 +44,6 @@ static_assert(kScoresRegisters + 2 * kValuesRegisters <= 3 * (65536 / kMlaThread
 // has no room beside them.
 constexpr int kHeldSteps = kMlaLatent / 16 - 1;
 
-constexpr int kFragments = 1, kDeferred = 2, kPrefetch = 4, kTrace = 8;  // measured forms
-
-__device__ __forceinline__ uint32_t now() {
-  uint32_t clock;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock)::"memory");
-  return clock;
-}
-
-// Measured: the clock at an event of a step.
-template <int kForm>
-__device__ __forceinline__ void note_time(const MlaDecodeArgs& args, int key, int event) {
-  if constexpr ((kForm & kTrace) != 0) {
-    const int step = key / kMlaStep;
-    if (threadIdx.x % 128 == 0 && blockIdx.x / 2 == 20 && step < 64) {
-      args.trace[(blockIdx.x % 2 * 64 + step) * 16 + event] = now();
-    }
-  }
-}
-
 // Turns 4 x 4 words of 4 adjacent lanes: word j of a lane becomes the lane's word of lane j.
 __device__ __forceinline__ void turn_words(uint32_t (&w)[4], int lane) {
 #pragma unroll
@@ -157,21 +138,12 @@ __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address) {
   return uint64_t{256 >> 4} << 32 | uint64_t{128 >> 4} << 16 | (address >> 4 & 0x3fff);
 }
 
-// A fragment of 16 x 16 of wgmma's first operand.
-__device__ __forceinline__ void load_fragment(uint32_t (&a)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(from)
-               : "memory");
-}
-
 // Starts the products of one part of a step's scores, 64 x 64, along its columns. The last block of
 // the last part is a group of its own. `there`: the part's keys are, so that nothing has to wait.
-template <bool kBFloat16, int kPart, int kForm, typename Between>
+template <bool kBFloat16, int kPart>
 __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)[kHeldSteps][4],
-                                             uint32_t (&other)[5][4],
                                              const AheadMemory& memory, const AheadRing& ring,
-                                             bool there, const Between& between) {
+                                             bool there) {
   const uint32_t tile = memory.tile(ring.stage);
   if (!there) mbarrier_wait(memory.full(kPart, ring.stage), ring.parity);
   wgmma_fence();
@@ -182,9 +154,7 @@ __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint64_t keys = rows_descriptor(tile) + ((block * kMlaBlock + k * 32) >> 4);
-      if ((kForm & kFragments) != 0 && (block == kMlaBlocks - 1 || block * 4 + k == kHeldSteps)) {
-        wgmma_from_registers<kBFloat16, false>(s, other[block == kMlaBlocks - 1 ? k : 4], keys, true);
-      } else if (block == kMlaBlocks - 1) {
+      if (block == kMlaBlocks - 1) {
         wgmma_64<kBFloat16>(s, rows_descriptor(memory.base + kAheadRotary) + (k * 32 >> 4), keys,
                             true);
       } else if (block * 4 + k == kHeldSteps) {
@@ -193,7 +163,6 @@ __device__ __forceinline__ void start_scores(float (&s)[32], const uint32_t (&q)
         wgmma_from_registers<kBFloat16, false>(s, q[block * 4 + k], keys, block > 0 || k > 0);
       }
     }
-    if (kPart == 0 && at == 1) between();
   }
   if (kPart == kAheadParts - 1) wgmma_commit();
 }
@@ -217,29 +186,28 @@ __device__ __forceinline__ uint32_t shares_place() {
 
 // Probabilities, where the rotary columns of the keys were, as wgmma's first operand. `to` is the
 // tile's address and shares_place().
-__device__ __forceinline__ void store_shares(const Shares& shares, uint32_t to) {
+template <typename Format>
+__device__ __forceinline__ void store_shares(const float (&s)[32], uint32_t to) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const uint32_t(&words)[4] = shares.words[k];
+    const float* from = s + 8 * k;
     asm volatile(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ (k * 32)),
-        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+        "r"(Format::pack(from)), "r"(Format::pack(from + 2)), "r"(Format::pack(from + 4)),
+        "r"(Format::pack(from + 6))
         : "memory");
   }
 }
 
 // The first warpgroup: scores and probabilities. `b` is the lane's first sequence.
-template <typename Format, bool kBFloat16, int kForm>
+template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
                                              const AheadMemory& memory, unsigned char* pointer) {
   AheadRing ring;
   // If products bound the kernel, those of a step start before the probabilities of the step before
   // are announced. If memory does, nothing may keep a stage from being free.
   const bool late = args.row_blocks > 1;
-  constexpr bool kDefer = (kForm & kDeferred) != 0;
-  Shares shares;
   const auto announce = [&](int stage) {
-    if (kDefer && late) store_shares(shares, memory.rotary(stage) + shares_place());
     proxy_fence();
     release(memory.ready(stage));
   };
@@ -262,38 +230,15 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       }
       float s[32] = {};
       wgmma_settle(s);
-      uint32_t other[5][4];
-      const uint32_t begun = (kForm & kTrace) ? now() : 0;
-      start_scores<kBFloat16, 0, kForm>(s, q, other, memory, ring, there, [&] {
-        if (kDefer && late && before >= 0) announce(before);
-        if constexpr ((kForm & kFragments) != 0) {
-          const uint32_t from = memory.base + kAheadRotary + shares_place();
-#pragma unroll
-          for (int k = 0; k < 4; ++k) load_fragment(other[k], from ^ (k * 32));
-          const int thread = opaque(threadIdx.x % 128), row = thread / 32 * 16 + thread % 16;
-          load_fragment(other[4], memory.base + kAheadLatent + row / 8 * 256 +
-                                      thread % 32 / 16 * 128 + row % 8 * 16);
-        }
-      });
-      const uint32_t started = (kForm & kTrace) ? now() : 0;
-      if (!kDefer && late && before >= 0) announce(before);
-      const auto none = [] {};
-      start_scores<kBFloat16, 1, kForm>(s, q, other, memory, ring, there, none);
-      const uint32_t second = (kForm & kTrace) ? now() : 0;
-      start_scores<kBFloat16, 2, kForm>(s, q, other, memory, ring, there, none);
-      const uint32_t third = (kForm & kTrace) ? now() : 0;
+      start_scores<kBFloat16, 0>(s, q, memory, ring, there);
+      if (late && before >= 0) announce(before);
+      start_scores<kBFloat16, 1>(s, q, memory, ring, there);
+      start_scores<kBFloat16, 2>(s, q, memory, ring, there);
       const AheadNote note = *ahead_note(pointer, stage);
       wgmma_wait<1>();
       if (before >= 0) release(memory.turn(before));
       wgmma_wait<0>();
       wgmma_settle(s);
-      if constexpr ((kForm & kTrace) != 0) {
-        note_time<kForm>(args, note.key, 1);
-        if (threadIdx.x == 0 && blockIdx.x / 2 == 20 && note.key < 64 * 64) {
-          uint32_t* const to = args.trace + (blockIdx.x % 2 * 64 + note.key / 64) * 16;
-          to[0] = begun, to[8] = started, to[9] = second, to[10] = third, to[11] = there;
-        }
-      }
       before = stage;
       flags = note.flags;
       const auto row_block_of = [&] {  // where it is needed: a division a step is long
@@ -315,8 +260,7 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
       const float2 factor = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
       const bool arrived = late && keys_arrived(memory, ring);
       named_sync<128>(kScores);  // all have multiplied the rotary columns
-      shares.pack<Format>(s);
-      if (!kDefer || !late) store_shares(shares, memory.rotary(stage) + shares_place());
+      store_shares<Format>(s, memory.rotary(stage) + shares_place());
       // There is nothing to scale at a sequence's first step, so that its place has the inverses of
       // the sequence before.
       if (leads && !begins) {
@@ -341,7 +285,6 @@ __device__ __forceinline__ void scores_group(const MlaDecodeArgs& args, int b,
         b = note.b;
       }
       if (!late || (flags & AheadNote::kEnds)) announce(stage);
-      note_time<kForm>(args, note.key, 2);
       if (__builtin_expect(flags & AheadNote::kEnds, 0)) {
         release(memory.turn(stage));
         const bool parts = flags & AheadNote::kShared;
@@ -455,7 +398,7 @@ __device__ __forceinline__ void store_lines(const MlaDecodeArgs& args, const Ahe
 // The second and the third warpgroup: probabilities times a half of the values. A warp of the
 // second loads the stages that both have freed. It looks for that whenever it waits, and finds
 // where the next keys are while products run.
-template <typename Format, bool kBFloat16, int kForm>
+template <typename Format, bool kBFloat16>
 __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CUtensorMap* map,
                                              const CUtensorMap* halves, const AheadMemory& memory,
                                              unsigned char* pointer, int half) {
@@ -472,7 +415,6 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   float o[128];
   AheadSteps steps;
   constexpr int kNothing = -2;
-  int at_key = 0;
   int row = kNothing;  // of the step that the stage before is to be loaded with
   // Until the phase is over, loads the stage before as soon as it is free.
   const auto load_until = [&](uint32_t barrier) {
@@ -482,7 +424,6 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       if (__all_sync(kFullWarp, mbarrier_test(memory.empty(0, before.stage), before.parity) &&
                                     mbarrier_test(memory.empty(1, before.stage), before.parity))) {
         load_ahead(args, map, halves, memory, pointer, before.stage, row);
-        if (half == 0) note_time<kForm>(args, at_key + 64, 7);
         row = kNothing;
       }
     }
@@ -499,8 +440,6 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       {
         const AheadNote note = *ahead_note(pointer, ring.stage);
         steps = {note.b, note.flags, !(note.flags & AheadNote::kBegins)};
-        if constexpr ((kForm & kTrace) != 0) at_key = note.key;
-        if (half == 0) note_time<kForm>(args, at_key, 3);
         const int keys = note.length - note.key;
         if (keys < kMlaStep) clear_tail(values, keys, half == 0 ? kFirstTail : kSecondTail);
         if (!begins) {
@@ -513,7 +452,6 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
       if (loads) load_until(memory.turn(ring.stage));
       __syncwarp();
       mbarrier_wait(memory.turn(ring.stage), ring.parity);
-      if (half == 0) note_time<kForm>(args, at_key, 4);
       wgmma_settle(o);
       wgmma_fence();
 #pragma unroll
@@ -531,19 +469,10 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
           load_ahead(args, map, halves, memory, pointer, before.stage, row);
         }
         row = ahead_row(args, pointer);
-        if constexpr ((kForm & kPrefetch) != 0) {
-          if (args.row_blocks > 1 && row >= 0 && threadIdx.x % 32 == 0) {
-            const int rank = args.pair ? static_cast<int>(cluster_rank()) : -1;
-            if (rank != 1) boxes_prefetch(halves, row, 0);
-            if (rank != 0) boxes_prefetch(halves, row, kHalfBlocks);
-            if (rank != 1) box_prefetch(map, kMlaLatent, row);
-          }
-        }
       }
       __syncwarp();
       wgmma_wait<0>();
       wgmma_settle(o);
-      note_time<kForm>(args, at_key, half == 0 ? 5 : 6);
       if (steps.flags & AheadNote::kEnds) break;
       release(memory.empty(half, ring.stage), args.pair);
       ring.next();
@@ -568,7 +497,7 @@ __device__ __forceinline__ void values_group(const MlaDecodeArgs& args, const CU
   } while (!(steps.flags & AheadNote::kLast));
 }
 
-template <typename Format, bool kBFloat16, int kForm>
+template <typename Format, bool kBFloat16>
 __global__ void __launch_bounds__(kMlaThreads, 1)
     mla_decode_ahead(const __grid_constant__ MlaDecodeArgs args,
                      const __grid_constant__ CUtensorMap map,
@@ -607,13 +536,13 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     }
     __syncwarp();
     if (!any) return;
-    scores_group<Format, kBFloat16, kForm>(args, share.b, memory, shared);
+    scores_group<Format, kBFloat16>(args, share.b, memory, shared);
   } else {
     set_registers<kValuesRegisters, false>();
     if (!share.begin(args, lane)) return;
     if (threadIdx.x == 128) *ahead_cursor(shared) = {share, share.first};
     __syncwarp();
-    values_group<Format, kBFloat16, kForm>(args, &map, &halves, memory, shared, group - 1);
+    values_group<Format, kBFloat16>(args, &map, &halves, memory, shared, group - 1);
   }
   if (args.pair) {  // neither ends while the other still loads into it, or tells it of a free half
     __syncwarp();
@@ -622,16 +551,15 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   }
 }
 
-#define TIERCEL_MLA_DECODE_AHEAD(dtype, form)                                      \
-  {DType::k##dtype, MlaLayout::kSame,                                              \
-   Kernel("mla_decode_ahead<" #dtype ", " #form ">",                               \
-          reinterpret_cast<const void*>(                                           \
-              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16, form>), \
+#define TIERCEL_MLA_DECODE_AHEAD(dtype)                                      \
+  {DType::k##dtype, MlaLayout::kSame,                                        \
+   Kernel("mla_decode_ahead<" #dtype ">",                                    \
+          reinterpret_cast<const void*>(                                     \
+              mla_decode_ahead<dtype, DType::k##dtype == DType::kBFloat16>), \
           kAheadShared)}
 
-const MlaDecodeKernel kKernels[] = {
-    TIERCEL_MLA_DECODE_AHEAD(BFloat16, 0), TIERCEL_MLA_DECODE_AHEAD(BFloat16, 4),
-    TIERCEL_MLA_DECODE_AHEAD(BFloat16, 8), TIERCEL_MLA_DECODE_AHEAD(Float16, 0)};
+const MlaDecodeKernel kKernels[] = {TIERCEL_MLA_DECODE_AHEAD(BFloat16),
+                                    TIERCEL_MLA_DECODE_AHEAD(Float16)};
 
 }  // namespace
 

@@ -105,7 +105,6 @@ struct MlaDecodeArgs {
   bool by_sequence;  // entries of `shared`; by lane otherwise
   bool ahead;        // scores are made a step ahead
   float scale;       // of raw scores, to powers of 2
-  uint32_t* trace;
 };
 
 // Rows of a cache: of the queries' dtype, float8, or 656 bytes of which 512 are float8.
@@ -151,7 +150,6 @@ struct MlaCacheKernel {
 
 const MlaDecodeKernel* mla_decode_kernels(int* count);
 const MlaDecodeKernel* mla_ahead_kernels(int* count);
-const MlaDecodeKernel* mla_half_kernels(int* count);
 const MlaDecodeKernel* mla_sparse_kernels(int* count);
 const MlaCombineKernel* mla_combine_kernels(int* count);
 const MlaCacheKernel* mla_cache_kernels(int* count);
