@@ -501,7 +501,14 @@ class LinearAct:
                                             acc[i] *= row_scales[v // 2] * scale
                                         acc[i] += b[v % 2]
                         if const_expr(self.blocks):
-                            add_bias(acc, first_value, values, bias, place[1] * self.piece + lane % 4 * 2, n)
+                            add_bias(
+                                acc,
+                                first_value,
+                                values,
+                                bias,
+                                place[1] * self.piece + lane % 4 * 2,
+                                n,
+                            )
                             activate(of_blocks.activation, acc, first_value, values)
                         if const_expr(self.saves):
                             if save != 0:
