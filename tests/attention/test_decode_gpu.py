@@ -105,17 +105,6 @@ def test_one_sequence(make, split, length):
     check_split(make([length], heads=32, kv_heads=8), split)
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("queries", [1, 2])
-@pytest.mark.parametrize("lengths", [[2080], [4096], [16_000], [9, 3000], [0, 70, 4000, 1]])
-def test_broad_blocks(make, lengths, queries, page):
-    """Clusters whose blocks have 8 warps."""
-    heads = {1: 8, 2: 8, 4: 4}[len(lengths)]
-    inputs = make(lengths, queries, 4 * heads, heads, page=page)
-    check(inputs)
-    check(inputs, window=(2500, 0), softcap=5.0)
-
-
 @pytest.mark.parametrize("heads", [3, 200, 300])
 def test_more_heads_than_blocks_take_together(make, heads):
     """Columns of one tile of a sequence, of some, of all."""

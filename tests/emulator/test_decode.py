@@ -96,15 +96,6 @@ def test_more_heads_than_blocks_take_together(heads):
     run(make([40, 3, 20], heads=heads, kv_heads=heads, d=64), -1)
 
 
-def test_broad_blocks():
-    """Clusters whose blocks have 8 warps, with as many steps, more and fewer than they have."""
-    for lengths, heads in (([2100], 7), ([2100, 9], 8), ([0, 1, 700, 2100], 4)):
-        inputs = make(lengths, queries=2, heads=4 * heads, kv_heads=heads)
-        run(inputs)
-        run(inputs, window=(900, 0), softcap=3.0)
-        run(inputs, prefix=torch.full((len(lengths),), 40, dtype=torch.int32), window=(2060, 0))
-
-
 def test_a_workspace_serves_again():
     """As in a graph that runs again, or for the next call on the stream."""
     q, *rest, lengths = make([700, 20, 900], kv_heads=2)

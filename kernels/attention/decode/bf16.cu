@@ -5,11 +5,9 @@
 namespace tiercel {
 namespace {
 
-// Tiles of 32 rows are only spread: short sequences have more blocks with tiles of 16. The launcher
-// asks for the broad blocks by their warps.
+// Tiles of 32 rows are only spread: short sequences have more blocks with tiles of 16.
 const DecodeKernel kKernels[] = {TIERCEL_DECODE_TABLE(BFloat16, false),
-                                 TIERCEL_DECODE(BFloat16, false, 128, false, 4, true, 1),
-                                 TIERCEL_DECODE_BROAD(BFloat16, 128)};
+                                 TIERCEL_DECODE(BFloat16, false, 128, false, 4, true, 1)};
 
 }  // namespace
 

@@ -40,11 +40,6 @@ constexpr int kManyRounds = 3;
 // 1.23 times as long.
 constexpr int64_t kLongShare = 16, kLongTile = 8;
 
-// Broad blocks on about half of the multiprocessors took 0.87 to 0.93 of the time, between so many
-// steps of a tile, or of a warp. With more, the other half's share of the memory's rate is missing;
-// clusters on more multiprocessors would take turns.
-constexpr int64_t kBroadTile = 128, kBroadShare = 16;
-
 const Rate& rate(const DecodeLoad& load) { return load.row_bytes > kNarrowRow ? kWide : kNarrow; }
 
 double least_step(const DecodeLoad& load, bool sparse) {
@@ -87,15 +82,6 @@ bool decode_is_long(const DecodeLoad& load) {
   const int64_t warps = load.spread_blocks * load.spread_warps;
   return load.steps >= kLongTile * load.spread_warps &&
          load.spread_tiles * load.steps >= kLongShare * warps;
-}
-
-int decode_broad_cluster(int64_t tiles, int64_t steps, int multiprocessors) {
-  for (int cluster = kDecodeMaxCluster; cluster >= 4; cluster /= 2) {
-    const int64_t blocks = tiles * cluster, warps = int64_t{cluster} * kDecodeBroadWarps;
-    const bool half = 2 * blocks <= multiprocessors && 5 * blocks >= 2 * int64_t{multiprocessors};
-    if (half && steps >= kBroadTile && steps <= kBroadShare * warps) return cluster;
-  }
-  return 0;
 }
 
 int decode_columns(int tiles, int64_t blocks) {

@@ -30,9 +30,6 @@ struct DecodeSplit {
 // their starts and ends take longer.
 bool decode_is_long(const DecodeLoad& load);
 
-// Blocks of a cluster of broad blocks, where those take less time than any other split; else 0.
-int decode_broad_cluster(int64_t tiles, int64_t steps, int multiprocessors);
-
 // The number of columns that `tiles` of a sequence are dealt to: it divides them and leaves few of
 // `blocks` out.
 int decode_columns(int tiles, int64_t blocks);

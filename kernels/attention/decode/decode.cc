@@ -200,18 +200,6 @@ const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread
   return best;
 }
 
-// A kernel of broad blocks for tiles of 8 rows, or null.
-const DecodeKernel* broad_kernel_for(const DecodeTensors& t, int64_t rows) {
-  if (rows > 8 || t.q->dtype != t.k_cache->dtype) return nullptr;
-  const bool bfloat16 = t.q->dtype == DType::kBFloat16;
-  for (const DecodeKernel& kernel :
-       KernelTable(bfloat16 ? decode_kernels_bf16 : decode_kernels_fp16)) {
-    const bool broad = !kernel.spread && kernel.warps == kDecodeBroadWarps;
-    if (broad && kernel.d == t.q->shape[3]) return &kernel;
-  }
-  return nullptr;
-}
-
 void set_strides(const TensorView& view, int64_t (&strides)[3]) {
   for (int i = 0; i < 3; ++i) strides[i] = view.strides[i] * dtype_bytes(view.dtype);
 }
@@ -346,14 +334,6 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
   }
   choice->split = decode_choose(load, split);
   choice->kernel = choice->split.cluster == 0 ? spread : &clustered;
-  if (const DecodeKernel* broad = broad_kernel_for(t, args->rows); split == 0 && broad != nullptr) {
-    const int cluster = decode_broad_cluster(load.tiles, load.steps, multiprocessors);
-    if (cluster > 0) {
-      choice->split.cluster = cluster;
-      choice->split.grid = load.tiles * cluster;
-      choice->kernel = broad;
-    }
-  }
   const int64_t tiles = set_tiles(*choice->kernel);
   if (choice->split.cluster > 0) return Status();
   if (choice->rows() > kDecodeMostRows || choice->split.grid > kMostParts * tiles) {

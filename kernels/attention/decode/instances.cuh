@@ -21,24 +21,6 @@
               decode_attention<DecodeShape<dtype, float8, d, any_d, tiles, spread>, residents>), \
           sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles, spread>>))}
 
-// Tiles of 8 rows for clusters whose blocks have 8 warps, and a multiprocessor each.
-#define TIERCEL_DECODE_BROAD(dtype, d)                                                             \
-  {DType::k##dtype,                                                                                \
-   false,                                                                                          \
-   d,                                                                                              \
-   false,                                                                                          \
-   1,                                                                                              \
-   1,                                                                                              \
-   false,                                                                                          \
-   kDecodeBroadWarps,                                                                              \
-   sizeof(DecodeShared<DecodeShape<dtype, false, d, false, 1, false, kDecodeBroadWarps>>),         \
-   Kernel(                                                                                         \
-       "decode_attention<" #dtype ", float8=false, d=" #d                                          \
-       ", any_d=false, tiles=1, spread=false, warps=8>",                                           \
-       reinterpret_cast<const void*>(                                                              \
-           decode_attention<DecodeShape<dtype, false, d, false, 1, false, kDecodeBroadWarps>, 1>), \
-       sizeof(DecodeShared<DecodeShape<dtype, false, d, false, 1, false, kDecodeBroadWarps>>))}
-
 // The last two: blocks a multiprocessor holds where a cluster has a tile, and where tiles are
 // spread.
 #define TIERCEL_DECODE_BOTH(dtype, float8, d, any_d, tiles, clustered, spread) \

@@ -31,9 +31,6 @@ constexpr int decode_warps(bool spread, int stage_bytes, int tiles) {
   return spread && stage_bytes <= 8192 && tiles != 2 ? 8 : 4;
 }
 
-// Warps of a clustered block that has a multiprocessor to itself.
-inline constexpr int kDecodeBroadWarps = 8;
-
 // Steps of a warp's ring in shared memory: two with 8 warps, three with 4.
 constexpr int decode_stages(int warps) { return warps == 8 ? 2 : 3; }
 

@@ -21,9 +21,7 @@
 namespace tiercel {
 
 // kD is the head dimension of the tiles; with kAnyD, heads may have fewer, the rest are zeros.
-// kWarps_ is 0 for as many warps as decode_warps says.
-template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_,
-          int kWarps_ = 0>
+template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_>
 struct DecodeShape {
   using Format = Format_;  // of queries and results
   static constexpr bool kFloat8 = kFloat8_;
@@ -42,7 +40,7 @@ struct DecodeShape {
   static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
   static constexpr int kStage = 2 * kHalf;
   static constexpr bool kSpread = kSpread_;  // blocks share all tiles, or a cluster has one
-  static constexpr int kWarps = kWarps_ > 0 ? kWarps_ : decode_warps(kSpread, kStage, kTiles);
+  static constexpr int kWarps = decode_warps(kSpread, kStage, kTiles);
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kWarps);
 };
