@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/common/problem.h"
@@ -35,7 +36,6 @@ constexpr int64_t kVector = 8;         // elements of out in 16 bytes
 constexpr int64_t kMostOfTiles = 256;  // head dimension of kernel.py; paged_wide.cu has the rest
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
-constexpr int64_t kMostGrid = 65535;   // blocks in the second and third dimension
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
@@ -289,6 +289,9 @@ struct Choice {
   int64_t workspace(const TensorView& q) const {
     return combined ? partial(q) + parts * q.shape[0] * q.shape[1] : 0;
   }
+  int64_t tiles_of_blocks(int64_t kv_heads) const {
+    return ceil_div(int64_t{blocks}, kv_heads * parts);
+  }
 };
 
 // kernel.py's kernel for a head dimension, a mask and a cap.
@@ -372,15 +375,16 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
 // copied.
 int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
   PagedWidenSizes sizes = widen_sizes(call);
-  if (call.options.left >= 0 || sizes.columns > kMostGrid || sizes.batch > kMostGrid) {
-    return 0;
-  }
+  if (call.options.left >= 0) return 0;
+  const char* text = std::getenv("TIERCEL_COPIES");
+  if (text != nullptr) steps = std::atoi(text) * 1e9;
+  sizes.pages *= call.page_table->shape[0];
   sizes.kv_heads = 1;
   return paged_widened_heads(steps, choice.d, sizes.floats(), call.k_cache->shape[2]);
 }
 
-Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
-              const PagedCache& v, Choice* choice) {
+Status choose(const PagedAttentionCall& call, const PagedMixed& mixed, int multiprocessors,
+              const PagedCache& k, const PagedCache& v, Choice* choice) {
   const TensorView& q = *call.q;
   if (is_empty(call)) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(call, k, v));
@@ -394,7 +398,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   choice->tiles = (q.shape[0] + batch * (most - 1)) / most;
   if (choice->tiles > kMostTiles || choice->tiles > kMostStep / 2 / kv_heads) return too_many(q);
   PagedLoad load;
-  load.tiles = choice->tiles * kv_heads;
+  load.tiles = (mixed.few > 0 ? mixed.tiles : choice->tiles) * kv_heads;
   load.keys = most_keys(call);
   load.tile_n = choice->tile_n;
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
@@ -405,7 +409,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
     choice->parts = paged_parts(load, multiprocessors);
     choice->combined = choice->parts > 1;
     choice->heads = kv_heads;
-    if (is_float8(*call.k_cache)) {
+    if (is_float8(*call.k_cache) && mixed.few == 0) {
       // Under a causal mask a sequence's first new token sees fewer keys than the last one.
       const double hidden = options.right >= 0 ? std::min(call.max_q, load.keys) / 2 : 0;
       const double seen = 1.0 - hidden / static_cast<double>(std::max<int64_t>(load.keys, 1));
@@ -466,7 +470,10 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->band = 1;
   a->part_blocks = narrow(choice.part_blocks);
   a->least_parts = narrow(ceil_div(int64_t{choice.blocks}, choice.tiles * a->kv_heads));
-  a->step_q = step_of(*call.cu_seqlens_q);
+  a->tile_starts = a->starts_q;
+  a->step_q = a->tile_step = step_of(*call.cu_seqlens_q);
+  a->tile_extra = narrow(choice.most - 1);
+  a->tile_divisor = narrow(choice.most);
   a->length_step = step_of(*call.seqused_k);
   a->table_step = step_of(table);
   a->table_row = batch > 1 ? narrow(table.strides[0]) : 0;
@@ -523,35 +530,31 @@ const PagedCombineKernel& combine_for(DType dtype, bool fixed) {
   });
 }
 
-Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAttentionPlan* plan) {
+Status plan_tiles(const PagedAttentionCall& call, const PagedMixed& mixed, int multiprocessors,
+                  PagedAttentionPlan* plan) {
   const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
+  TIERCEL_RETURN_IF_ERROR(choose(call, mixed, multiprocessors, k, v, &choice));
   const int64_t heads = choice.heads_at_once();
   const int64_t kv_heads = call.k_cache->shape[2];
   if (heads < kv_heads) {
-    TIERCEL_RETURN_IF_ERROR(plan_tiles(HeadSlice(call, 0, heads).call(), multiprocessors, plan));
+    const HeadSlice first(call, 0, heads);
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(first.call(), mixed, multiprocessors, plan));
     const int64_t rest = kv_heads % heads;
     if (rest == 0) return Status();
     // Fewer heads may be divided into more parts, and may be copied where others are not.
     PagedAttentionPlan last{};
     const HeadSlice slice(call, kv_heads - rest, rest);
-    TIERCEL_RETURN_IF_ERROR(plan_tiles(slice.call(), multiprocessors, &last));
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(slice.call(), mixed, multiprocessors, &last));
     plan->workspace = std::max(plan->workspace, last.workspace);
     return Status();
   }
-  if (choice.widened > 0) {
-    const PagedWidenSizes sizes = widen_sizes(call);
-    const WidenedCache copies(sizes, static_cast<float*>(call.q->data));
-    TIERCEL_RETURN_IF_ERROR(plan_tiles(copies.call(call), multiprocessors, plan));
-    plan->widen = widen_for(sizes.dtype).kernel.name();
-    plan->workspace += sizes.floats();
-    return Status();
-  }
+  const PagedMixed copied = choice.widened > 0 ? paged_copied(call) : mixed;
   const AttentionPagedKernel* kernel = choice.kernel;
   *plan = {
       kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
       choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
+      copied.pages() > 0 ? widen_for(call.q->dtype).kernel.name() : "none",
       "none",
       kernel == nullptr ? kWideRows : kernel->variant.tile_m,
       static_cast<int>(choice.tile_n),
@@ -561,7 +564,33 @@ Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAtte
       choice.blocks,
       kernel == nullptr ? kWideThreads : kernel->block,
       kernel == nullptr ? kWideShared : kernel->dynamic_smem,
-      choice.workspace(*call.q)};
+      choice.workspace(*call.q) + (copied.batch > 0 ? copied.floats() : 0)};
+  return Status();
+}
+
+PagedMixed divided(const PagedAttentionCall& call) {
+  return paged_mixed(call, kWarpgroups * std::max<int64_t>(
+                               kRows * call.k_cache->shape[2] / call.q->shape[1], 1));
+}
+
+PagedAttentionCall with_few(PagedAttentionCall call, const PagedMixed& mixed) {
+  call.max_q = mixed.few;
+  return call;
+}
+
+Status plan_mixed(const PagedAttentionCall& call, int multiprocessors, PagedAttentionPlan* plan) {
+  const PagedMixed mixed = divided(call);
+  if (mixed.few == 0) return plan_tiles(call, {}, multiprocessors, plan);
+  DecodePlan few;
+  const AsDecode decoding(with_few(call, mixed), true);
+  const Status status = decoding.fits()
+                            ? decode_attention_plan(decoding.call(), multiprocessors, &few)
+                            : Status::Unimplemented("");
+  if (!status.ok() && status.code() != StatusCode::kUnimplemented) return status;
+  if (!status.ok()) return plan_tiles(call, {}, multiprocessors, plan);
+  TIERCEL_RETURN_IF_ERROR(plan_tiles(call, mixed, multiprocessors, plan));
+  plan->decode = few.kernel;
+  plan->workspace = std::max(plan->workspace, few.workspace);
   return Status();
 }
 
@@ -570,20 +599,20 @@ Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAtte
 Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
                             PagedAttentionPlan* plan) {
   TIERCEL_RETURN_IF_ERROR(check(call));
-  *plan = {"none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
+  *plan = {"none", "none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
   if (is_empty(call)) return Status();
   const AsDecode few(call);
   if (few.fits() && decodes(call)) {
     DecodePlan of;
     const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
     if (status.ok()) {
-      *plan = {of.kernel, of.combine, "none",  of.rows,  of.step, static_cast<int>(call.max_q),
+      *plan = {of.kernel, of.combine, "none",  "none",   of.rows, of.step, static_cast<int>(call.max_q),
                1,         of.cluster, of.grid, of.block, 0,       of.workspace};
       return status;
     }
     if (status.code() != StatusCode::kUnimplemented) return status;
   }
-  return plan_tiles(call, multiprocessors, plan);
+  return plan_mixed(call, multiprocessors, plan);
 }
 
 Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
@@ -594,6 +623,14 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
     const Status status = decode_.prepare(few.call());
     decodes_ = status.ok();
     if (decodes_ || status.code() != StatusCode::kUnimplemented) return status;
+  }
+  const PagedMixed mixed = divided(call);
+  if (mixed.few > 0) {
+    const AsDecode decoding(with_few(call, mixed), true);
+    const Status status =
+        decoding.fits() ? decode_.prepare(decoding.call()) : Status::Unimplemented("");
+    if (!status.ok() && status.code() != StatusCode::kUnimplemented) return status;
+    if (status.ok()) mixed_ = mixed;
   }
   return prepare_tiles(call);
 }
@@ -606,7 +643,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
+  TIERCEL_RETURN_IF_ERROR(choose(call, mixed_, multiprocessors, k, v, &choice));
   const int64_t kv_heads = call.k_cache->shape[2], heads = choice.heads_at_once();
   if (heads < kv_heads) {
     for (int64_t first = 0; first < kv_heads; first += heads) {
@@ -616,11 +653,22 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
     }
     return Status();
   }
-  if (choice.widened > 0) return prepare_widened(call);
+  if (choice.widened > 0) mixed_ = paged_copied(call);
   kernel_ = choice.kernel;
   blocks_ = choice.blocks;
   AttentionPagedArguments& a = arguments_;
   set_arguments(call, choice, k, v, &a);
+  if (mixed_.batch > 0) {
+    a.mixed *= mixed_.few == 0;
+    a.capacity = narrow(mixed_.copies.capacity);
+    a.least_tiles = narrow(choice.tiles_of_blocks(kv_heads));
+    a.tile_step = 4;
+    a.tile_extra = 0;
+    a.tile_divisor = 1;
+    widen_ = mixed_.pages() > 0 ? &widen_for(dtype_) : nullptr;
+    set_widen(call, mixed_.copies, k, v, &widen_arguments_);
+    set_mixed(mixed_, a, narrow(choice.most), &mixed_arguments_);
+  }
   if (choice.combined) {
     combine_ = &combine_for(dtype_, choice.part_keys != 0);
     partial_ = choice.partial(q);
@@ -637,7 +685,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
     return encode_tensor_map(spec, v.rows, kOp, "v_cache", &a.v_map);
   }
   TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 0, q, "q", choice.group, choice.queries, &a.q_map));
-  if (a.loader == kByWidening || widen_ != nullptr) {
+  if (a.loader == kByWidening) {
     a.k_map = a.v_map = a.q_map;  // only prefetched, or replaced by `widen`
   } else {
     TIERCEL_RETURN_IF_ERROR(
@@ -652,35 +700,25 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   return Status();
 }
 
-Status PagedAttentionLaunch::prepare_widened(const PagedAttentionCall& call) {
-  copies_ = widen_sizes(call);
-  widen_ = &widen_for(copies_.dtype);
-  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
-  set_widen(call, copies_, k, v, &widen_arguments_);
-  const WidenedCache copies(copies_, static_cast<float*>(call.q->data));
-  TIERCEL_RETURN_IF_ERROR(prepare_tiles(copies.call(call)));
-  arguments_.capacity = narrow(copies_.capacity);
-  return Status();
-}
-
 // Copies the cache to the begin of the workspace, and sets the arguments of what reads it there.
 Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
-  const WidenedCache copies(copies_, workspace);
+  const WidenedCache copies(mixed_.copies, workspace);
   const PagedCache k(kOp, "k_cache", copies.keys()), v(kOp, "v_cache", copies.values());
   AttentionPagedArguments& a = arguments_;
-  a.k_data = k.rows.data;
-  a.v_data = v.rows.data;
-  a.table = copies.table().data;
-  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, a.copy_rows, &a.k_map));
-  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, a.copy_rows, &a.v_map));
+  a.copied = mixed_arguments_.copied;
+  a.states = mixed_arguments_.states;
+  a.k_copies = k.rows.data;
+  a.v_copies = v.rows.data;
+  constexpr int64_t kAtOnce = kPagedWidenPlaces;
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, kAtOnce, &a.k_map));
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, kAtOnce, &a.v_map));
   PagedWidenArgs& w = widen_arguments_;
   w.caches[0].to = static_cast<char*>(k.rows.data);
   w.caches[1].to = static_cast<char*>(v.rows.data);
-  w.pages = static_cast<int32_t*>(copies.table().data);
+  w.sources = mixed_arguments_.sources;
   LaunchConfig config;
-  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(copies_.columns),
-                 static_cast<unsigned>(copies_.batch)};
-  config.block = {static_cast<unsigned>(copies_.d / (2 * kPagedWidenElements)), kPagedWidenRows};
+  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(mixed_.before)};
+  config.block = {static_cast<unsigned>(mixed_.copies.d / (2 * kPagedWidenElements)), kPagedWidenRows};
   config.dependent = true;
   void* pointers[] = {&w};
   return widen_->kernel.launch(config, device_, stream, pointers);
@@ -690,22 +728,48 @@ int64_t PagedAttentionLaunch::workspace() const {
   if (decodes_) return decode_.workspace();
   // All slices but the last have as many heads.
   if (!slices_.empty()) return std::max(slices_.front().workspace(), slices_.back().workspace());
-  const int64_t copies = widen_ == nullptr ? 0 : copies_.floats();
-  return copies + (combine_ == nullptr
-                       ? 0
-                       : partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total);
+  const int64_t tiles = partial_floats() + (mixed_.batch > 0 ? mixed_.floats() : 0);
+  return mixed_.few > 0 ? std::max(tiles, decode_.workspace()) : tiles;
+}
+
+int64_t PagedAttentionLaunch::partial_floats() const {
+  if (combine_ == nullptr) return 0;
+  return partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total;
+}
+
+// Divides the sequences, copies the keys of some, and sets the arguments of what reads them.
+Status PagedAttentionLaunch::divide(float* workspace, void* stream) {
+  PagedMixedArgs& m = mixed_arguments_;
+  m.sources = reinterpret_cast<int4*>(workspace + mixed_.copies.floats());
+  m.states = reinterpret_cast<int32_t*>(m.sources + mixed_.before);
+  m.tile_starts = m.states + mixed_.states();
+  m.copied = m.tile_starts + mixed_.batch + 1;
+  AttentionPagedArguments& a = arguments_;
+  a.tile_starts = m.tile_starts;
+  LaunchConfig config;
+  config.grid.x = 1;
+  config.block.x = kPagedMixedThreads;
+  config.dependent = true;
+  void* pointers[] = {&m};
+  int count = 0;
+  const Kernel& kernel = paged_mixed_kernels(&count)->kernel;
+  TIERCEL_RETURN_IF_ERROR(kernel.launch(config, device_, stream, pointers));
+  return widen_ == nullptr ? Status() : widen(workspace, stream);
 }
 
 Status PagedAttentionLaunch::run(float* workspace, void* stream) {
   if (decodes_) return decode_.run(workspace, stream);
+  if (mixed_.batch == 0) return run_tiles(workspace, stream);
+  TIERCEL_RETURN_IF_ERROR(divide(workspace, stream));
+  TIERCEL_RETURN_IF_ERROR(run_tiles(workspace + mixed_.floats(), stream));
+  return mixed_.few > 0 ? decode_.run(workspace, stream) : Status();
+}
+
+Status PagedAttentionLaunch::run_tiles(float* workspace, void* stream) {
   for (PagedAttentionLaunch& slice : slices_) {
     TIERCEL_RETURN_IF_ERROR(slice.run(workspace, stream));
   }
   if (kernel_ == nullptr && wide_ == nullptr) return Status();
-  if (widen_ != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(widen(workspace, stream));
-    workspace += copies_.floats();
-  }
   AttentionPagedArguments& a = arguments_;
   PagedWideArgs& w = wide_arguments_;
   if (combine_ != nullptr) {
