@@ -18,7 +18,7 @@ LENGTHS = [(1, 300), (40, 200), (1, 40), (9, 150), (0, 0), (1, 1), (0, 9), (33, 
 SCALES = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0])}
 
 
-def make_float8(lengths=LENGTHS, heads=(32, 2), keys=24576, **options):
+def make_float8(lengths=LENGTHS, heads=(32, 2), keys=32768, **options):
     q, k, v, *rest = make(lengths, heads, **options)
     narrow = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v))
     return with_room((q, *narrow, *rest), keys)
@@ -35,9 +35,15 @@ def check(given, sinks=None, **options):
     assert_close(out / 2, lse, truth[0] / 2, truth[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [64, 80, 128])
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"softcap": 5.0}])
+@pytest.mark.parametrize(
+    ("d", "dtype", "options"),
+    [
+        (64, torch.bfloat16, {}),
+        (128, torch.bfloat16, {"causal": False}),
+        (80, torch.float16, {}),
+        (64, torch.float16, {"softcap": 5.0}),
+    ],
+)
 def test_against_float64(d, dtype, options):
     given = make_float8(d=d, dtype=dtype, around=(2, 3))
     assert plan(given, **options)["widen"] != "none"
@@ -46,10 +52,9 @@ def test_against_float64(d, dtype, options):
     check(given, sinks, **SCALES, **options)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize(("page", "layout"), [(1, "NHD"), (64, "HND"), (256, "NHD")])
 def test_pages(page, layout):
-    check(make_float8(page=page, layout=layout, d=128), **SCALES)
+    check(make_float8(page=page, layout=layout), **SCALES)
 
 
 def test_a_window():
@@ -106,18 +111,17 @@ def test_a_bound_of_the_keys():
     given = make_float8()
     values = list(arguments(given))
     without = kernels.paged_attention_plan(*values)["workspace"]
-    values[-2] = 16000
+    values[-2] = 28000
     bound = kernels.paged_attention_plan(*values)
     assert bound["workspace"] < without and bound["decode"] != "none"
     kernels.paged_attention(*values, torch.full((bound["workspace"],), torch.nan))
-    other = run(given)
-    assert torch.equal(values[10], other[0]) and torch.equal(values[11], other[1])
+    assert_close(*values[10:12], *tiercel.ref.paged_attention(*wide(given), return_lse=True))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_order_of_warps(seed):
     with running(lazy=True, seed=seed, multiprocessors=2):
-        check(make_float8(d=128), **SCALES)
+        check(make_float8(LENGTHS[1:], keys=65536), **SCALES)
 
 
 def test_one_program_where_that_is_faster():

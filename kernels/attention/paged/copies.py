@@ -71,8 +71,8 @@ def publish(state):
 
 
 def widen_rows(rows, to, step, seen, inside, d, dtype):
-    """Widens 8 columns of each 64 of four rows, 4 apart: loads first. Rows from `seen` on and columns from `inside` on
-    are left out; `step` bytes lie between two rows of the copies."""
+    """Widens 8 columns of each 64 of several rows, 4 apart: loads first. Rows from `seen` on and
+    columns from `inside` on are left out; `step` bytes lie between two rows of the copies."""
     count, pieces = len(rows), range(d // PIECE)
     chunks = [(r, piece) for r in range(count) for piece in pieces]
     lines = [
@@ -86,6 +86,8 @@ def widen_rows(rows, to, step, seen, inside, d, dtype):
             f"setp.lt.s32 column, {piece * PIECE}, {{$r{count + 3}}};",
             f"setp.lt.and.s32 p{r}_{piece}, {r * 4}, {{$r{count + 2}}}, column;",
         ]
+    # Without a value before, what a lane does not load would be kept for all of the loop.
+    lines += [f"mov.b32 c{r}_{piece}_{i}, 0;" for r, piece in chunks for i in range(2)]
     for r, piece in chunks:
         lines.append(
             f"@p{r}_{piece} ld.global.v2.b32 {{c{r}_{piece}_0, c{r}_{piece}_1}}, "

@@ -370,10 +370,7 @@ class PagedAttention(AttentionForward):
                     pending = self.load_float8(k, v, pending, *of_keys)
                 if loader == FROM_COPIES:
                     pending = self.widen_pending(pending)
-                    if warp_index < 2:
-                        self.load_copies(v, True, first_page, problem.kv_heads, *of_keys)
-                    else:
-                        self.load_copies(k, False, first_page, problem.kv_heads, *of_keys)
+                    self.load_copies(k, v, first_page, problem.kv_heads, *of_keys)
             blocks += last - low
             before = loader
         if const_expr(self.widens):
@@ -446,21 +443,33 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def load_copies(
-        self, to, of_values: cutlass.Constexpr[bool], first_page, kv_heads, blocks, low, last, paged, table, keys, head, warp
+        self, k, v, first_page, kv_heads, blocks, low, last, paged, table, keys, head, warp_index
     ):
-        """A tile's keys or values from copies of them in 16 bits. One warp starts the copies; the
-        other one widens pages that no block has begun to widen, so that others find them done."""
-        state = paged.states.toint() + (Int64(first_page) * 2 * kv_heads + head) * 4
-        if const_expr(of_values):
-            state += Int64(kv_heads) * 4
-        of_pages = (low, last, paged, keys, head, first_page, kv_heads, state)
-        if warp % 2 == 0:
-            self.read_copies(to, blocks, *of_pages)
-        else:
-            self.make_copies(to, of_values, table, *of_pages)
+        """A tile's keys and values from copies of them in 16 bits. Warps 0 and 2 start the copies
+        of those; the others widen pages that nobody has begun, so that all blocks find them
+        complete."""
+        k_state = paged.states.toint() + (Int64(first_page) * 2 * kv_heads + head) * 4
+        v_state, step = k_state + Int64(kv_heads) * 4, kv_heads * 8
+        of_tile = (low, last, keys, head)
+        if warp_index == 0:
+            self.read_copies(v, blocks, v_state, step, first_page, kv_heads, *of_tile)
+        if warp_index == 2:
+            self.read_copies(k, blocks, k_state, step, first_page, kv_heads, *of_tile)
+        if warp_index % 2 == 1:
+            page_bytes = self.tile_n * paged.columns * 2
+            at = (Int64(first_page) * kv_heads + head) * page_bytes
+            source, row_bytes, _, _ = self.ring_of(k, head)
+            state, target = k_state, paged.k_copies.toint() + at
+            if warp_index == 1:
+                source, row_bytes, _, _ = self.ring_of(v, head)
+                state, target = v_state, paged.v_copies.toint() + at
+            from_and_to = (source, row_bytes, target, Int64(kv_heads) * page_bytes)
+            self.make_copies(*from_and_to, state, step, low, last, paged, table, keys)
 
     @cute.jit
-    def read_copies(self, to, blocks, low, last, paged, keys, head, first_page, kv_heads, state):
+    def read_copies(
+        self, to, blocks, state, state_step, first_page, kv_heads, low, last, keys, head
+    ):
         tma, smem, ring, _, _, _ = to
         for step in cutlass.range(last - low, unroll=1):
             index, parity = self.stage_of(blocks + step)
@@ -469,7 +478,7 @@ class PagedAttention(AttentionForward):
             seen = cutlass.min(cutlass.max(keys - block * self.tile_n, 0), self.tile_n)
             block = block if seen > 0 else Int32(0)
             if seen > 0:
-                wait_for(state + Int64(block) * (kv_heads * 8))
+                wait_for(state + Int64(block) * state_step)
             end = (first_page + block) * (self.tile_n * kv_heads) + seen
             ring.sync_object_empty.wait(index, parity)
             self.expect(Int32(barrier.toint()))
@@ -480,33 +489,25 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def make_copies(
-        self, to, of_values: cutlass.Constexpr[bool], table, low, last, paged, keys, head, first_page, kv_heads, state
+        self, source, row_bytes, target, page_step, state, state_step, low, last, paged, table, keys
     ):
         """One warp: pages that the tile sees and nobody has begun to widen, the last ones first."""
-        _, _, _, data, row_bytes, head_step = to
         lane = cute.arch.lane_idx()
         own_row, chunk = lane // 8, lane % 8
-        source = data.toint() + Int64(head) * head_step * 16 + chunk * 8
-        page_bytes = self.tile_n * paged.columns * 2
-        target = paged.k_copies.toint()
-        if const_expr(of_values):
-            target = paged.v_copies.toint()
-        target += (Int64(first_page) * kv_heads + head) * page_bytes
+        source += chunk * 8
         target += own_row * (paged.columns * 2) + chunk * 16
         # Pages from `at` on are begun.
         at = cutlass.min(last, cute.ceil_div(keys, self.tile_n))
         while at > low:
             page = at - 1 - lane
-            skipped = find(state + Int64(page) * (kv_heads * 8), page - low)
+            skipped = find(state + Int64(page) * state_step, page - low)
             at -= skipped
             if skipped < 32:
                 at -= 1
-                to_state = state + Int64(at) * (kv_heads * 8)
+                to_state = state + Int64(at) * state_step
                 if claim(to_state) == 0:
-                    self.widen_copy(
-                        *(source, row_bytes, target + Int64(at) * kv_heads * page_bytes),
-                        *(paged, table, keys, at * self.tile_n),
-                    )
+                    to = target + at * page_step
+                    self.widen_copy(source, row_bytes, to, paged, table, keys, at * self.tile_n)
                     publish(to_state)
 
     @cute.jit
@@ -515,18 +516,19 @@ class PagedAttention(AttentionForward):
         lane = cute.arch.lane_idx()
         own_row, inside = lane // 8, paged.columns - lane % 8 * 8
         page = self.page_of(paged, table, keys, first + lane)
-        for group in cutlass.range(self.tile_n // 32, unroll=1):
-            row = first + group * 32
-            place = self.place_of(paged, page, row + lane)
-            page = self.page_of(paged, table, keys, row + 32 + lane)
-            for half in cutlass.range_constexpr(2):
-                rows = []
-                for i in cutlass.range_constexpr(4):
-                    at = cute.arch.shuffle_sync(place, half * 16 + i * 4 + own_row)
-                    rows.append(source + Int64(at) * row_bytes)
-                seen = keys - row - half * 16 - own_row
-                to = target + Int64(group * 32 + half * 16) * (paged.columns * 2)
-                widen_rows(rows, to, paged.columns * 8, seen, inside, self.d, self.operands.dtype)
+        place = Int32(0)
+        for part in cutlass.range(self.tile_n // 16, unroll=1):
+            row = first + part * 16
+            if part % 2 == 0:
+                place = self.place_of(paged, page, row + lane)
+                page = self.page_of(paged, table, keys, row + 32 + lane)
+            rows = []
+            for i in cutlass.range_constexpr(4):
+                at = cute.arch.shuffle_sync(place, part % 2 * 16 + i * 4 + own_row)
+                rows.append(source + Int64(at) * row_bytes)
+            to = target + Int64(part) * (paged.columns * 32)
+            seen = keys - row - own_row
+            widen_rows(rows, to, paged.columns * 8, seen, inside, self.d, self.operands.dtype)
 
     def ring_of(self, to, head):
         """Addresses of a ring for lanes: a head's rows, bytes of a row, the first stage, and its
