@@ -344,7 +344,7 @@ def test_copies_of_some_heads():
 
 def test_workspace_of_a_last_slice():
     """16 heads are two slices of 6, then one of 4, which has more parts."""
-    whole, first, last = (copied(1, 2688, 131072 - 2560, heads=(8 * n, n)) for n in (16, 6, 4))
+    whole, first, last = (copied(1, 2704, 131200 - 2704, heads=(8 * n, n)) for n in (16, 6, 4))
     assert first["workspace"] < last["workspace"] == whole["workspace"]
 
 
