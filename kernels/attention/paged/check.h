@@ -11,7 +11,8 @@ namespace tiercel {
 
 inline constexpr char kPagedOp[] = "paged_attention";
 
-inline Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
+inline Status unsupported(const Argument& argument, const std::string& expected,
+                          const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
 }
 

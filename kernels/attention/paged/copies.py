@@ -77,7 +77,9 @@ def widen_rows(rows, to, step, seen, inside, d, dtype):
     chunks = [(r, piece) for r in range(count) for piece in pieces]
     lines = [
         ".reg .pred " + ", ".join(f"p{r}_{piece}" for r, piece in chunks) + ", column;",
-        ".reg .b32 " + ", ".join(f"c{r}_{piece}_{i}" for r, piece in chunks for i in range(2)) + ";",
+        ".reg .b32 "
+        + ", ".join(f"c{r}_{piece}_{i}" for r, piece in chunks for i in range(2))
+        + ";",
         ".reg .b32 w<4>; .reg .b16 low, high; .reg .f32 f<2>; .reg .b64 to, step;",
         f"mov.b64 to, {{$r{count}}}; cvt.s64.s32 step, {{$r{count + 1}}};",
     ]

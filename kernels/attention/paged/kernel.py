@@ -44,7 +44,7 @@ from kernels.attention.common.pipelines import sync, writer
 from kernels.attention.common.softmax import hide_outside, inverse, join_sink, largest
 from kernels.attention.common.tiles import free_blocks, key_blocks, place
 from kernels.attention.forward.kernel import AttentionForward
-from kernels.attention.paged.copies import claim, first_copy, find, publish, wait_for, widen_rows
+from kernels.attention.paged.copies import claim, find, first_copy, publish, wait_for, widen_rows
 
 _LN2 = 0.6931471805599453
 

@@ -478,8 +478,8 @@ Status plan_tiles(const PagedAttentionCall& call, const PagedMixed& mixed, int m
 }
 
 PagedMixed divided(const PagedAttentionCall& call) {
-  return paged_mixed(call, kWarpgroups * std::max<int64_t>(
-                               kRows * call.k_cache->shape[2] / call.q->shape[1], 1));
+  return paged_mixed(
+      call, kWarpgroups * std::max<int64_t>(kRows * call.k_cache->shape[2] / call.q->shape[1], 1));
 }
 
 PagedAttentionCall with_few(PagedAttentionCall call, const PagedMixed& mixed) {
@@ -515,8 +515,19 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
     DecodePlan of;
     const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
     if (status.ok()) {
-      *plan = {of.kernel, of.combine, "none",  "none",   of.rows, of.step, static_cast<int>(call.max_q),
-               1,         of.cluster, of.grid, of.block, 0,       of.workspace};
+      *plan = {of.kernel,
+               of.combine,
+               "none",
+               "none",
+               of.rows,
+               of.step,
+               static_cast<int>(call.max_q),
+               1,
+               of.cluster,
+               of.grid,
+               of.block,
+               0,
+               of.workspace};
       return status;
     }
     if (status.code() != StatusCode::kUnimplemented) return status;
@@ -627,7 +638,8 @@ Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
   w.sources = mixed_arguments_.sources;
   LaunchConfig config;
   config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(mixed_.before)};
-  config.block = {static_cast<unsigned>(mixed_.copies.d / (2 * kPagedWidenElements)), kPagedWidenRows};
+  config.block = {static_cast<unsigned>(mixed_.copies.d / (2 * kPagedWidenElements)),
+                  kPagedWidenRows};
   config.dependent = true;
   void* pointers[] = {&w};
   return widen_->kernel.launch(config, device_, stream, pointers);

@@ -45,8 +45,8 @@ struct PagedWidenArgs {
   const char* lengths;  // of sequences
   // Of each page that is copied: a sequence or -1, the page of it, and that of the copies.
   const int4* sources;
-  int64_t table_row;    // from a sequence's pages to the next one's, in bytes
-  int32_t table_step;   // from a page to the next, in bytes
+  int64_t table_row;   // from a sequence's pages to the next one's, in bytes
+  int32_t table_step;  // from a page to the next, in bytes
   int32_t length_step;
   int32_t capacity;  // keys of a sequence, at most; not 0
   int32_t kv_heads;
