@@ -2,7 +2,6 @@
 #include "kernels/attention/paged/mixed.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "kernels/attention/paged/paged.h"
 #include "kernels/attention/paged/split.h"
@@ -18,17 +17,14 @@ constexpr int64_t kManyTiles = 4;   // from more on, a copy takes less time than
 constexpr int64_t kMostGroup = 64;  // query heads of a key head
 constexpr int64_t kMostGrid = 65535;
 
+// Pages of a sequence that are copied before tiles read them. Tiles read the last ones first, and a
+// page takes a warp as long as a tile multiplies four.
+constexpr int64_t kAhead = 6;
+
 // In microseconds: what tiles of 128 columns, and of 64, take longer for a key of a decoding
 // sequence and head, of a whole device; what the further launches take.
 constexpr double kKey[] = {0.07e-3, 0.035e-3};
 constexpr double kLaunches = 10.0;
-
-// Pages of a sequence that are copied before tiles read them. Tiles read the last ones first, and a
-// page takes a warp as long as a tile multiplies four.
-int64_t ahead() {
-  const char* text = std::getenv("TIERCEL_AHEAD");
-  return text != nullptr ? std::atoi(text) : 6;
-}
 
 }  // namespace
 
@@ -38,7 +34,7 @@ PagedMixed paged_copied(const PagedAttentionCall& call) {
   mixed.many = 1;
   mixed.copies = widen_sizes(call);
   mixed.copies.pages *= mixed.batch;
-  mixed.before = std::min({mixed.pages(), mixed.batch * ahead(), kMostGrid});
+  mixed.before = std::min({mixed.pages(), mixed.batch * kAhead, kMostGrid});
   return mixed;
 }
 
@@ -56,7 +52,7 @@ void set_mixed(const PagedMixed& mixed, const AttentionPagedArguments& of_tiles,
   a->few = narrow(mixed.few);
   a->many = narrow(mixed.many);
   a->pages = narrow(mixed.pages());
-  a->ahead = narrow(ahead());
+  a->ahead = narrow(kAhead);
   a->before = narrow(mixed.before);
   a->halves = 2 * of_tiles.kv_heads;
 }
@@ -68,15 +64,14 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
   PagedMixed mixed;
   const bool narrow = d >= 16 && d <= 128 && d % 16 == 0 && group <= kMostGroup;
   if (call.k_cache->dtype != DType::kFloat8E4M3 || batch_invariant() || call.tree != nullptr ||
-      !narrow || std::getenv("TIERCEL_MIXED") != nullptr || call.max_q / 2 <= total / batch) {
+      !narrow || call.max_q / 2 <= total / batch) {
     return mixed;
   }
   // As few sequences with many new tokens as there can be.
   const int64_t chunks = std::min(ceil_div(total, call.max_q), batch), keys = most_keys(call);
   const auto decoded = static_cast<double>((batch - chunks) * keys * kv_heads);
   if (decoded * kKey[d <= 64] < kLaunches) return mixed;
-  const char* text = std::getenv("TIERCEL_FEW");
-  mixed.few = std::max<int64_t>((text != nullptr ? std::atoi(text) : kFewRows) / group, 1);
+  mixed.few = std::max<int64_t>(kFewRows / group, 1);
   mixed.many = kManyTiles * queries + 1;
   mixed.tiles = ceil_div(total - (batch - chunks), queries);
   mixed.batch = batch;
@@ -87,7 +82,7 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
   const int64_t most = kPagedMostCopied / copies.floats();
   const int64_t long_ones = std::min(batch, total / mixed.many);
   copies.pages = call.options.left < 0 ? std::min(long_ones * of_one, most) : 0;
-  mixed.before = std::min({copies.pages, long_ones * ahead(), kMostGrid});
+  mixed.before = std::min({copies.pages, long_ones * kAhead, kMostGrid});
   return mixed;
 }
 

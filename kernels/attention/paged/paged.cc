@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "kernels/attention/common/problem.h"
@@ -285,8 +284,6 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
 int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
   PagedWidenSizes sizes = widen_sizes(call);
   if (call.options.left >= 0) return 0;
-  const char* text = std::getenv("TIERCEL_COPIES");
-  if (text != nullptr) steps = std::atoi(text) * 1e9;
   sizes.pages *= call.page_table->shape[0];
   sizes.kv_heads = 1;
   return paged_widened_heads(steps, choice.d, sizes.floats(), call.k_cache->shape[2]);
