@@ -17,14 +17,21 @@ constexpr int64_t kManyTiles = 4;   // from more on, a copy takes less time than
 constexpr int64_t kMostGroup = 64;  // query heads of a key head
 constexpr int64_t kMostGrid = 65535;
 
-// Pages of a sequence that are copied before tiles read them. Tiles read the last ones first, and a
-// page takes a warp as long as a tile multiplies four.
+// Pages of a sequence that are copied before tiles read them, where most keys are old. Tiles read the
+// last ones first, and a page takes a warp as long as a tile multiplies four.
 constexpr int64_t kAhead = 6;
 
 // In microseconds: what tiles of 128 columns, and of 64, take longer for a key of a decoding
 // sequence and head, of a whole device; what the further launches take.
 constexpr double kKey[] = {0.07e-3, 0.035e-3};
 constexpr double kLaunches = 10.0;
+
+// The most pages of all sequences that are copied before: kAhead of each, or all of those of which
+// at least half of the keys are among the `total` new ones.
+int64_t most_before(int64_t pages, int64_t sequences, int64_t total) {
+  const int64_t most = sequences * (kAhead + 1) + 2 * total / kPagedWidenPlaces;
+  return std::min({pages, most, kMostGrid});
+}
 
 }  // namespace
 
@@ -34,7 +41,7 @@ PagedMixed paged_copied(const PagedAttentionCall& call) {
   mixed.many = 1;
   mixed.copies = widen_sizes(call);
   mixed.copies.pages *= mixed.batch;
-  mixed.before = std::min({mixed.pages(), mixed.batch * kAhead, kMostGrid});
+  mixed.before = most_before(mixed.pages(), mixed.batch, call.q->shape[0]);
   return mixed;
 }
 
@@ -82,7 +89,7 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
   const int64_t most = kPagedMostCopied / copies.floats();
   const int64_t long_ones = std::min(batch, total / mixed.many);
   copies.pages = call.options.left < 0 ? std::min(long_ones * of_one, most) : 0;
-  mixed.before = std::min({copies.pages, long_ones * kAhead, kMostGrid});
+  mixed.before = most_before(copies.pages, long_ones, total);
   return mixed;
 }
 

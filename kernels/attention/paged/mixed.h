@@ -50,7 +50,7 @@ struct PagedMixedArgs {
   int32_t capacity;  // keys of a sequence, at most
   int32_t queries;   // of a tile
   int32_t few, many, pages;
-  int32_t ahead;   // pages of a sequence that are copied before, at most: the last ones
+  int32_t ahead;   // pages of a sequence with few new keys that are copied before: the last ones
   int32_t before;  // of all sequences, at most
   int32_t halves;  // keys and values of a page: 2 * key heads
 };

@@ -2,7 +2,8 @@
 // paged_mixed: divides the sequences of a batch. Those with few new tokens get no tile. The others
 // are numbered in tiles one after the other, and those with many new tokens get pages for 16-bit
 // copies of their keys, while there is room. The last pages of each are copied by paged_widen, the
-// others by the tiles' blocks (copies.py).
+// others by the tiles' blocks (copies.py). Where at least half of the keys are new, all tiles begin
+// at once and few of them see a page: paged_widen copies all pages.
 //
 // One block, a thread for each of 1024 sequences at once: a sum over all sequences before.
 #include <cstdint>
@@ -26,20 +27,26 @@ struct Counts {
   }
 };
 
+struct Sequence : Counts {
+  int before = 0;  // pages that are copied before
+};
+
 __device__ __forceinline__ int load(const char* from, int32_t step, int at) {
   return *reinterpret_cast<const int32_t*>(from + static_cast<int64_t>(step) * at);
 }
 
-__device__ __forceinline__ Counts counts_of(const PagedMixedArgs& args, int b) {
+__device__ __forceinline__ Sequence counts_of(const PagedMixedArgs& args, int b) {
   const int first = min(max(load(args.starts, args.start_step, b), 0), args.total);
   const int end = min(max(load(args.starts, args.start_step, b + 1), 0), args.total);
   const int rows = end - first;
-  Counts counts;
+  Sequence counts;
   if (rows <= args.few) return counts;
   counts.tiles = (rows + args.queries - 1) / args.queries;
   if (rows < args.many) return counts;
   const int keys = min(max(load(args.lengths, args.length_step, b), 0), args.capacity);
-  counts.pages = (keys + kPagedWidenPlaces - 1) / kPagedWidenPlaces;
+  const int pages = (keys + kPagedWidenPlaces - 1) / kPagedWidenPlaces;
+  counts.pages = pages;
+  counts.before = keys <= 2ll * rows ? pages : min(pages, args.ahead);
   return counts;
 }
 
@@ -58,7 +65,7 @@ __global__ void __launch_bounds__(kPagedMixedThreads)
   Counts before;  // of the sequences that came before this turn's
   for (int first = 0; first < args.batch; first += kPagedMixedThreads) {
     const int b = first + thread;
-    Counts own;
+    Sequence own;
     if (b < args.batch) own = counts_of(args, b);
     Counts sum = own;  // of this warp's, up to this thread's
 #pragma unroll
@@ -83,7 +90,7 @@ __global__ void __launch_bounds__(kPagedMixedThreads)
     const bool fits = own.pages > 0 && at.pages + own.pages <= args.pages;
     args.copied[b] = fits ? static_cast<int>(at.pages) : -1;
     if (!fits) continue;
-    const int pages = static_cast<int>(own.pages), count = min(pages, args.ahead);
+    const int pages = static_cast<int>(own.pages), count = own.before;
     const int to = atomicAdd(&listed, count);
     if (to + count > args.before) continue;
     for (int i = 1; i <= count; ++i) {
