@@ -165,6 +165,26 @@ def test_copies_of_a_float8_cache(page, d, dtype):
     assert_close(out, lse, *truth)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page", "d"), [(1, 128), (64, 128), (16, 64), (16, 80)])
+def test_decoding_beside_chunks_over_a_float8_cache(page, d, dtype):
+    """Decoding sequences and chunks have kernels of their own; keys of long chunks are copied."""
+    lengths = [(1, 2000), (150, 1500), (1, 1), (9, 300), (0, 5)] + [(1, 777), (0, 0)] * 4
+    q, k, v, *rest = draw(lengths, (32, 8), d=d, page=page, dtype=dtype, around=(2, 3))
+    narrow = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v))
+    given = with_room((q, *narrow, *rest), 4096)
+    factors = torch.linspace(0.5, 1.5, 8, device="cuda")
+    check(given, sinks=factors.repeat(4), k_scale=factors, v_scale=factors.flip(0))
+
+
+def test_more_chunks_than_there_is_room_for_copies():
+    """16-bit keys and values of all chunks would take more than 512 MiB."""
+    lengths = [(1, 3000)] * 12 + [(66, 40000), (70, 50000), (66, 50000), (70, 9000)]
+    q, k, v, *rest = draw(lengths, (64, 8), d=128, page=64)
+    check((q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest))
+
+
 def test_a_graph_copies_a_float8_cache_again():
     q, k, v, table, used, *rest = draw([(700, 1500), (300, 2000)], (32, 8), d=128)
     k, v = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v))

@@ -299,6 +299,12 @@ def copied(chunks, new, context, d=128, heads=(32, 8), most=None, columns=None, 
     )
 
 
+def of_copies(pages, sequences, heads, new=0):
+    """Floats: copies; their sources, states and places; the sequences' first tiles."""
+    before = min(pages, sequences * 7 + 2 * new // 128)
+    return pages * 128 * heads * 128 + (4 * before + 2 * pages * heads + 2 * sequences + 4) // 4 * 4
+
+
 @pytest.mark.parametrize(
     ("chunks", "new", "context", "most", "copies"),
     [
@@ -319,24 +325,54 @@ def test_copies_of_float8_caches(chunks, new, context, most, copies):
     assert (got["parts"], got["combine"]) == (of_bf16["parts"], of_bf16["combine"])
     if copies:
         pages = -(-(most or context + new) // 128) * chunks
-        floats = pages * 128 * 8 * 128 + -(-pages // 4) * 4
+        floats = of_copies(pages, chunks, 8, chunks * new)
         assert got["workspace"] == floats + of_bf16["workspace"]
-        assert got["copy_rows"] == 128
 
 
 def test_copies_of_some_heads():
-    """Those of all heads would take more than 512 MiB, with their table."""
-    got = copied(1, 2048, 131072 - 2048)
+    """Those of all heads would take more than 512 MiB."""
+    got = copied(1, 2048, 131072 - 1920)
     assert got["widen"] == "paged_widen<BFloat16>"
     of_parts = 0 if got["combine"] == "none" else 2048 * 16 * 65 * got["parts"]
-    assert got["workspace"] == 131072 * 4 * 128 + 1024 + of_parts
+    assert got["workspace"] == of_copies(1024 + 1, 1, 4, 2048) + of_parts
     assert copied(1, 512, 1 << 20)["widen"] == "none"
 
 
 def test_workspace_of_a_last_slice():
     """16 heads are two slices of 6, then one of 4, which has more parts."""
-    whole, first, last = (copied(1, 2688, 131072 - 2688, heads=(8 * n, n)) for n in (16, 6, 4))
+    whole, first, last = (copied(1, 2704, 131200 - 2704, heads=(8 * n, n)) for n in (16, 6, 4))
     assert first["workspace"] < last["workspace"] == whole["workspace"]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "chunks", "new", "keys", "divided"),
+    [
+        (64, 1, 1024, 4096, True),
+        (256, 4, 2048, 2048, True),
+        (2, 1, 512, 1024, False),
+        (0, 8, 512, 4096, False),
+    ],
+)
+def test_decoding_beside_chunks(decoding, chunks, new, keys, divided):
+    sequences = decoding + chunks
+    caches = {
+        name: ExchangeTensor(sequences * keys // 64, 64, 8, 128, dtype=FLOAT8)
+        for name in ("k_cache", "v_cache")
+    }
+    sizes = {"batch": sequences, "columns": keys // 64, "longest": new, **caches}
+    rows = decoding + chunks * new
+    got = plan(ExchangeTensor, rows, (32, 8), 128, **sizes)
+    few = "decode_attention<BFloat16, float8=true, d=128, any_d=false, tiles=2"
+    assert got["decode"].startswith(few if divided else "none")
+    assert got["kernel"] == "attention_paged_bf16_d128_causal"
+    if divided:
+        most = min(rows // 129, sequences)
+        pages = min(most * keys // 128, 1024)
+        assert of_copies(pages, 0, 8) < got["workspace"] <= of_copies(pages, 2 * sequences, 8, rows)
+        windowed = plan(ExchangeTensor, rows, (32, 8), 128, **sizes, window=(99, 0))
+        assert windowed["widen"] == "none" and windowed["decode"] != "none"
+        of_bf16 = plan(ExchangeTensor, rows, (32, 8), 128, **sizes | dict.fromkeys(caches))
+        assert of_bf16["decode"] == "none"
 
 
 def test_a_window_is_not_copied():

@@ -235,6 +235,7 @@ void set_rows(const DecodeRows& rows, DecodeArgs* args) {
   args->total = static_cast<int>(rows.total);
   args->q_strides[0] = args->out_strides[0] = args->lse_strides[0] = 0;
   args->lse_strides[1] = rows.total;
+  args->skips_longer = rows.skips_longer;
   if (rows.tree == nullptr) return;
   args->tree = static_cast<const int64_t*>(rows.tree->data);
   args->tree_step = step_of(*rows.tree);

@@ -61,6 +61,7 @@ struct DecodeRows {
   // [Tq] int64, or null: bit j of a row's word says that it sees new token j of its sequence, of 64
   // at most, in place of those up to its own. Each sees all keys before the new tokens.
   const TensorView* tree = nullptr;
+  bool skips_longer = false;  // sequences of more than Sq queries: another kernel has their rows
 };
 
 struct DecodeCall {

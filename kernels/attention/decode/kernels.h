@@ -95,6 +95,7 @@ struct DecodeArgs {
   bool k_scale_per_head;
   bool v_scale_per_head;
   bool by_tile;
+  bool skips_longer;    // sequences of more than `queries`
   bool early_launch;    // see grid_dependency_wait_and_launch()
   int32_t tree_step;    // from a row's word to the next, in bytes
   const int64_t* tree;  // [rows of q] or null; bit j: the row sees new token j of its sequence

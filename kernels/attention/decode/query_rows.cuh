@@ -17,7 +17,7 @@ __device__ __forceinline__ int32_t load_strided(const int32_t* from, int32_t ste
 }
 
 // A sequence's queries: rows of q, counted from where its stride begins. Of more than there is room
-// for, the first ones.
+// for, the first ones or none.
 struct QueryRows {
   int first, count;
 };
@@ -29,6 +29,7 @@ __device__ __forceinline__ int start_of(const DecodeArgs& args, int b) {
 __device__ __forceinline__ QueryRows query_rows(const DecodeArgs& args, int b) {
   if (args.starts == nullptr) return {0, args.queries};
   const int first = start_of(args, b), end = start_of(args, b + 1);
+  if (args.skips_longer && end - first > args.queries) return {first, 0};
   return {first, min(max(end - first, 0), args.queries)};
 }
 
@@ -60,6 +61,7 @@ __device__ __forceinline__ void clear_other_rows(const DecodeArgs& args) {
     const int row = i < begin ? i : i + end - begin;
     clear_rows(args, row, row + 1, threadIdx.x, kThreads);
   }
+  if (args.skips_longer) return;
 #pragma unroll 1
   for (int b = block * kThreads + threadIdx.x; b < args.batch; b += blocks * kThreads) {
     clear_rows(args, start_of(args, b) + args.queries, start_of(args, b + 1), 0, 1);

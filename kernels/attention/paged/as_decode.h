@@ -15,7 +15,8 @@ namespace tiercel {
 // keys once for 8 to 32 rows, so more rows than a few of those are the other kernels'.
 class AsDecode {
  public:
-  explicit AsDecode(const PagedAttentionCall& call)
+  // Of sequences with more than `max_q` queries, another kernel has the rows if it `skips_longer`.
+  explicit AsDecode(const PagedAttentionCall& call, bool skips_longer = false)
       : q_(*call.q), out_(*call.out), total_(call.q->shape[0]), d_(call.q->shape[2]) {
     const int64_t batch = call.cu_seqlens_q->shape[0] - 1, heads = q_.shape[1];
     const int64_t kv_heads = std::max<int64_t>(call.k_cache->shape[2], 1);
@@ -44,7 +45,7 @@ class AsDecode {
     }
     decode_.options = {call.options.left, call.options.right, call.options.scale,
                        call.options.softcap, call.max_keys};
-    decode_.rows = {call.cu_seqlens_q, total_, call.tree};
+    decode_.rows = {call.cu_seqlens_q, total_, call.tree, skips_longer};
   }
   AsDecode(const AsDecode&) = delete;
   AsDecode& operator=(const AsDecode&) = delete;

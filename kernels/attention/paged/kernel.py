@@ -10,10 +10,13 @@ It multiplies as forward/kernel.py does. What differs:
   with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
   small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
 - Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
-  of keys and values in turn, so that copies arrive while the block before them is widened.
+  of keys and values in turn, so that copies arrive while the block before them is widened. Or the
+  sequence has copies in 16 bits (copies.py).
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
-  search over the starts finds a number's sequence: nothing is planned on the host.
+  search over the starts finds a number's sequence: nothing is planned on the host. Or a kernel
+  before this one has numbered the tiles of sequences with many new tokens, and the others have none
+  (paged_mixed.cu).
 - A head's sink is one more score in the softmax's sum.
 - A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
   h writes head p * heads + h of a workspace, and paged_combine.cu puts the parts together.
@@ -37,10 +40,11 @@ from kernels.attention.common.layouts import (
     staged_layout,
 )
 from kernels.attention.common.packed import load_at, rows_between
-from kernels.attention.common.pipelines import writer
+from kernels.attention.common.pipelines import sync, writer
 from kernels.attention.common.softmax import hide_outside, inverse, join_sink, largest
 from kernels.attention.common.tiles import free_blocks, key_blocks, place
 from kernels.attention.forward.kernel import AttentionForward
+from kernels.attention.paged.copies import claim, find, first_copy, publish, wait_for, widen_rows
 
 _LN2 = 0.6931471805599453
 
@@ -49,9 +53,11 @@ _LN2 = 0.6931471805599453
 COPY_ROWS = 8
 
 LOADERS = 4  # warps
+_LOADERS = 8  # their named barrier
 
-# Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8.
-BY_ENGINE, BY_LANES, BY_WIDENING = range(3)
+# Who fills stages: the copy engine, page by page; lanes, 16 bytes at once; lanes that widen float8;
+# the engine from copies of float8 pages.
+BY_ENGINE, BY_LANES, BY_WIDENING, FROM_COPIES = range(4)
 
 _AT_ONCE = 4  # chunks of float8 that a lane widens
 
@@ -76,6 +82,11 @@ class Paged(NamedTuple):
     sinks: cute.Pointer  # or null
     k_data: cute.Pointer  # of the maps
     v_data: cute.Pointer
+    tile_starts: cute.Pointer  # starts_q, or the number of each sequence's first tile
+    copied: cute.Pointer  # each sequence's first page of copies in 16 bits, -1: none; or null
+    k_copies: cute.Pointer  # [pages, key heads, tile_n, columns]
+    v_copies: cute.Pointer
+    states: cute.Pointer  # [pages, 2, key heads]: of a page's copies of keys, and of values
     o: cute.Pointer
     total_q: Int32  # rows of q
     step_q: Int32  # from one of the starts to the next, in bytes
@@ -105,10 +116,15 @@ class Paged(NamedTuple):
     v_row: Int32
     k_head: Int32  # from a head to the next, in 16 bytes
     v_head: Int32
+    # Sequence b's first tile is (tile_starts[b] + b * tile_extra) // tile_divisor.
+    tile_step: Int32  # of tile_starts, in bytes
+    tile_extra: Int32
+    tile_divisor: Int32
+    least_tiles: Int32  # the fewest that give each block of threads one, if they are counted; or 0
 
 
-POINTERS = Paged._fields[:6]
-SIZES = Paged._fields[7:]
+POINTERS = Paged._fields[:11]
+SIZES = Paged._fields[12:]
 
 
 class PagedAttention(AttentionForward):
@@ -154,7 +170,17 @@ class PagedAttention(AttentionForward):
     # Tiles, sequences and masks.
 
     def measured(self, paged, problem):
-        return paged._replace(parts=self.used_parts(paged, problem))
+        tiles, parts = self.used_tiles(paged, problem), self.used_parts(paged, problem)
+        return paged._replace(tiles=tiles, parts=parts)
+
+    @cute.jit
+    def used_tiles(self, paged, problem):
+        """The tiles of a key head."""
+        tiles = paged.tiles
+        if paged.least_tiles != 0:
+            counted = load_at(paged.tile_starts, paged.tile_step, problem.batch)
+            tiles = cutlass.min(cutlass.max(counted, paged.least_tiles), tiles)
+        return cute.arch.make_warp_uniform(tiles)
 
     @cute.jit
     def used_parts(self, paged, problem):
@@ -181,10 +207,9 @@ class PagedAttention(AttentionForward):
 
     def first_tile(self, paged, entry):
         """The number of a sequence's first tile."""
-        start = load_at(paged.starts_q, paged.step_q, entry)
+        start = load_at(paged.tile_starts, paged.tile_step, entry)
         start = cutlass.min(cutlass.max(start, 0), paged.total_q)
-        queries = self.tile_queries(paged)
-        return (start + entry * (queries - 1)) // queries
+        return (start + entry * paged.tile_extra) // paged.tile_divisor
 
     @cute.jit
     def tile(self, turn, q_tiles, paged, problem):
@@ -315,7 +340,7 @@ class PagedAttention(AttentionForward):
         q_write = writer(self.variant.q_stages)
         k += (paged.k_data, paged.k_row, paged.k_head)
         v += (paged.v_data, paged.v_row, paged.v_head)
-        blocks, pending = Int32(0), (Int32(0), Int32(0))
+        blocks, pending, before = Int32(0), (Int32(0), Int32(0)), Int32(BY_ENGINE)
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
@@ -323,26 +348,43 @@ class PagedAttention(AttentionForward):
             head, keys = self.stored(row, head, queries, keys, paged, problem)
             table = paged.table.toint() + Int64(entry) * paged.table_row * 4
             of_keys = (blocks, low, last, paged, table, keys, head // paged.group, warp_index)
+            loader = paged.loader
+            if const_expr(self.widens):
+                first_page = first_copy(paged, entry)
+                loader = Int32(FROM_COPIES) if first_page >= 0 else loader
             if warp_index == 0:
                 self.load_queries(q, q_write, row, head, queries, q_at, paged, problem)
             q_write.advance()
-            if paged.loader == BY_ENGINE:
+            if loader == BY_ENGINE:
                 if warp_index < 2:
                     self.load_pages(v, *of_keys)
                 else:
                     self.load_pages(k, *of_keys)
-            if paged.loader == BY_LANES:
+            if loader == BY_LANES:
                 self.load_rows(k, v, *of_keys)
             if const_expr(self.widens):
-                if paged.loader == BY_WIDENING:
+                if loader == BY_WIDENING:
+                    # Warps that made copies waited for no stage: they might be turns ahead.
+                    if before == FROM_COPIES:
+                        sync(_LOADERS, 32 * LOADERS)
                     pending = self.load_float8(k, v, pending, *of_keys)
+                if loader == FROM_COPIES:
+                    pending = self.widen_pending(pending)
+                    self.load_copies(k, v, first_page, problem.kv_heads, *of_keys)
             blocks += last - low
+            before = loader
         if const_expr(self.widens):
-            if pending[0] != 0:
-                cute.arch.inline_ptx("cp.async.wait_group 0;")
-                self.widen(*pending)
+            self.widen_pending(pending)
         if warp_index > 0:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
+
+    @cute.jit
+    def widen_pending(self, pending):
+        """Widens the last block of float8; returns that there is none."""
+        if pending[0] != 0:
+            cute.arch.inline_ptx("cp.async.wait_group 0;")
+            self.widen(*pending)
+        return Int32(0), Int32(0)
 
     @cute.jit
     def stored(self, row, head, queries, keys, paged, problem):
@@ -398,6 +440,95 @@ class PagedAttention(AttentionForward):
                 outer = outer_coordinates(cute.arch.shuffle_sync(end, source), True)
                 piece = self.piece(smem, COPY_ROWS, self.tile_n, index, row, column)
                 self.copy(tma, barrier, piece, keys, hidden, (head, *outer), column)
+
+    @cute.jit
+    def load_copies(
+        self, k, v, first_page, kv_heads, blocks, low, last, paged, table, keys, head, warp_index
+    ):
+        """A tile's keys and values from copies of them in 16 bits. Warps 0 and 2 start the copies
+        of those; the others widen pages that nobody has begun, so that all blocks find them
+        complete."""
+        k_state = paged.states.toint() + (Int64(first_page) * 2 * kv_heads + head) * 4
+        v_state, step = k_state + Int64(kv_heads) * 4, kv_heads * 8
+        of_tile = (low, last, keys, head)
+        if warp_index == 0:
+            self.read_copies(v, blocks, v_state, step, first_page, kv_heads, *of_tile)
+        if warp_index == 2:
+            self.read_copies(k, blocks, k_state, step, first_page, kv_heads, *of_tile)
+        if warp_index % 2 == 1:
+            page_bytes = self.tile_n * paged.columns * 2
+            at = (Int64(first_page) * kv_heads + head) * page_bytes
+            source, row_bytes, _, _ = self.ring_of(k, head)
+            state, target = k_state, paged.k_copies.toint() + at
+            if warp_index == 1:
+                source, row_bytes, _, _ = self.ring_of(v, head)
+                state, target = v_state, paged.v_copies.toint() + at
+            from_and_to = (source, row_bytes, target, Int64(kv_heads) * page_bytes)
+            self.make_copies(*from_and_to, state, step, low, last, paged, table, keys)
+
+    @cute.jit
+    def read_copies(
+        self, to, blocks, state, state_step, first_page, kv_heads, low, last, keys, head
+    ):
+        tma, smem, ring, _, _, _ = to
+        for step in cutlass.range(last - low, unroll=1):
+            index, parity = self.stage_of(blocks + step)
+            barrier = ring.sync_object_full.get_barrier(index)
+            block = last - 1 - step
+            seen = cutlass.min(cutlass.max(keys - block * self.tile_n, 0), self.tile_n)
+            block = block if seen > 0 else Int32(0)
+            if seen > 0:
+                wait_for(state + Int64(block) * state_step)
+            end = (first_page + block) * (self.tile_n * kv_heads) + seen
+            ring.sync_object_empty.wait(index, parity)
+            self.expect(Int32(barrier.toint()))
+            for column in cutlass.range_constexpr(self.d // PIECE):
+                outer = outer_coordinates(end, True)
+                piece = self.piece(smem, COPY_ROWS, self.tile_n, index, 0, column)
+                self.copy(tma, barrier, piece, keys, self.hidden(seen), (head, *outer), column)
+
+    @cute.jit
+    def make_copies(
+        self, source, row_bytes, target, page_step, state, state_step, low, last, paged, table, keys
+    ):
+        """One warp: pages that the tile sees and nobody has begun to widen, the last ones first."""
+        lane = cute.arch.lane_idx()
+        own_row, chunk = lane // 8, lane % 8
+        source += chunk * 8
+        target += own_row * (paged.columns * 2) + chunk * 16
+        # Pages from `at` on are begun.
+        at = cutlass.min(last, cute.ceil_div(keys, self.tile_n))
+        while at > low:
+            page = at - 1 - lane
+            skipped = find(state + Int64(page) * state_step, page - low)
+            at -= skipped
+            if skipped < 32:
+                at -= 1
+                to_state = state + Int64(at) * state_step
+                if claim(to_state) == 0:
+                    to = target + at * page_step
+                    self.widen_copy(source, row_bytes, to, paged, table, keys, at * self.tile_n)
+                    publish(to_state)
+
+    @cute.jit
+    def widen_copy(self, source, row_bytes, target, paged, table, keys, first):
+        """One warp: a page of the copies, of which a lane has 8 columns of every fourth row."""
+        lane = cute.arch.lane_idx()
+        own_row, inside = lane // 8, paged.columns - lane % 8 * 8
+        page = self.page_of(paged, table, keys, first + lane)
+        place = Int32(0)
+        for part in cutlass.range(self.tile_n // 16, unroll=1):
+            row = first + part * 16
+            if part % 2 == 0:
+                place = self.place_of(paged, page, row + lane)
+                page = self.page_of(paged, table, keys, row + 32 + lane)
+            rows = []
+            for i in cutlass.range_constexpr(4):
+                at = cute.arch.shuffle_sync(place, part % 2 * 16 + i * 4 + own_row)
+                rows.append(source + Int64(at) * row_bytes)
+            to = target + Int64(part) * (paged.columns * 32)
+            seen = keys - row - own_row
+            widen_rows(rows, to, paged.columns * 8, seen, inside, self.d, self.operands.dtype)
 
     def ring_of(self, to, head):
         """Addresses of a ring for lanes: a head's rows, bytes of a row, the first stage, and its

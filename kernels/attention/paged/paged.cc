@@ -9,6 +9,7 @@
 #include "kernels/attention/paged/as_decode.h"
 #include "kernels/attention/paged/as_wide.h"
 #include "kernels/attention/paged/cache.h"
+#include "kernels/attention/paged/check.h"
 #include "kernels/attention/paged/head_slice.h"
 #include "kernels/attention/paged/split.h"
 #include "kernels/attention/paged/widened.h"
@@ -21,7 +22,7 @@
 namespace tiercel {
 namespace {
 
-constexpr char kOp[] = "paged_attention";
+constexpr const char* kOp = kPagedOp;
 
 // Rows of q and keys of a sequence stay below it, so that their sums fit 32 bits.
 constexpr int64_t kMostRows = int64_t{1} << 29;
@@ -34,99 +35,6 @@ constexpr int64_t kColumns = 64;       // of a copy
 constexpr int64_t kVector = 8;         // elements of out in 16 bytes
 constexpr int64_t kMostOfTiles = 256;  // head dimension of kernel.py; paged_wide.cu has the rest
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
-constexpr int64_t kMostOfATree = 64;   // new tokens of a sequence: bits of a word
-constexpr int64_t kMostGrid = 65535;   // blocks in the second and third dimension
-
-Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
-  return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
-}
-
-bool is_float8(const TensorView& view) { return view.dtype == DType::kFloat8E4M3; }
-
-Status check_integers(const Argument& argument, const Argument& q) {
-  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, q));
-  return check_cuda(argument);
-}
-
-Status check_dtypes(const Argument& q, const Argument& k, const Argument& v, const Argument& out) {
-  TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
-  if (q.view.dtype == DType::kFloat8E4M3) {
-    return unsupported(q, "be bfloat16 or float16", "float8_e4m3fn");
-  }
-  if (!is_float8(k.view)) TIERCEL_RETURN_IF_ERROR(check_dtype(k, {q.view.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(v, {k.view.dtype}));
-  return check_dtype(out, {q.view.dtype});
-}
-
-Status check_tree(const PagedAttentionCall& call, const Argument& q) {
-  const Argument tree{kOp, "tree_mask", *call.tree};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(tree, {DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(tree, {q.view.shape[0]}, "[Tq]"));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(tree, q));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(tree));
-  if (call.options.right != 0) {
-    return Status::InvalidArgument(mismatch(tree, "be None unless `causal`", "a tensor"));
-  }
-  if (call.max_q > kMostOfATree) {
-    return Status::InvalidArgument(std::string(kOp) +
-                                   ": `max_seqlen_q` must be at most 64 with `tree_mask`, got " +
-                                   std::to_string(call.max_q));
-  }
-  return Status();
-}
-
-// Checks that arguments fit together.
-Status check(const PagedAttentionCall& call) {
-  const Argument q{kOp, "q", *call.q}, out{kOp, "out", *call.out};
-  const Argument k{kOp, "k_cache", *call.k_cache}, v{kOp, "v_cache", *call.v_cache};
-  const Argument table{kOp, "page_table", *call.page_table};
-  const Argument lengths{kOp, "seqused_k", *call.seqused_k};
-  const Argument starts{kOp, "cu_seqlens_q", *call.cu_seqlens_q};
-  TIERCEL_RETURN_IF_ERROR(check_rank(q, 3));
-  TIERCEL_RETURN_IF_ERROR(check_dtypes(q, k, v, out));
-  TIERCEL_RETURN_IF_ERROR(check_rank(k, 4));
-  const int64_t total = q.view.shape[0], heads = q.view.shape[1], d = q.view.shape[2];
-  const int64_t pages = k.view.shape[0], places = k.view.shape[1], kv_heads = k.view.shape[2];
-  for (const Argument* cache : {&k, &v}) {
-    TIERCEL_RETURN_IF_ERROR(
-        check_shape(*cache, {pages, places, kv_heads, d}, "[pages, page size, Hk, D]"));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_shape(out, {total, heads, d}, "[Tq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_rank(starts, 1));
-  const int64_t batch = starts.view.shape[0] - 1;
-  if (batch < 0) {
-    return Status::InvalidArgument(mismatch(starts, "have at least one element", "none"));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_rank(table, 2));
-  TIERCEL_RETURN_IF_ERROR(
-      check_shape(table, {batch, table.view.shape[1]}, "[B, pages of a sequence]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(lengths, {batch}, "[B]"));
-  for (const Argument* argument : {&table, &lengths, &starts}) {
-    TIERCEL_RETURN_IF_ERROR(check_integers(*argument, q));
-  }
-  if (heads > 0 && (kv_heads < 1 || heads % kv_heads != 0)) {
-    return Status::InvalidArgument(
-        mismatch(k, "have a number of heads that divides that of `q`, " + std::to_string(heads),
-                 std::to_string(kv_heads)));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_cuda(q));
-  for (const Argument* argument : {&k, &v, &out}) {
-    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, q));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
-  }
-  if (call.sinks != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_attention_sinks(kOp, "sinks", *call.sinks, heads, q.view));
-  }
-  if (call.tree != nullptr) TIERCEL_RETURN_IF_ERROR(check_tree(call, q));
-  for (const TensorView* scale : {call.k_scale, call.v_scale}) {
-    if (scale == nullptr) continue;
-    const Argument argument{kOp, scale == call.k_scale ? "k_scale" : "v_scale", *scale};
-    TIERCEL_RETURN_IF_ERROR(check_decode_scale(argument, q, kv_heads, is_float8(k.view)));
-  }
-  if (call.lse == nullptr) return Status();
-  return check_attention_lse(kOp, *call.lse, *call.q, {heads, total}, "[H, Tq]");
-}
 
 Status check_steps(const Argument& argument) {
   const TensorView& view = argument.view;
@@ -288,6 +196,9 @@ struct Choice {
   int64_t workspace(const TensorView& q) const {
     return combined ? partial(q) + parts * q.shape[0] * q.shape[1] : 0;
   }
+  int64_t tiles_of_blocks(int64_t kv_heads) const {
+    return ceil_div(int64_t{blocks}, kv_heads * parts);
+  }
 };
 
 // kernel.py's kernel for a head dimension, a mask and a cap.
@@ -372,15 +283,14 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
 // copied.
 int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
   PagedWidenSizes sizes = widen_sizes(call);
-  if (call.options.left >= 0 || sizes.columns > kMostGrid || sizes.batch > kMostGrid) {
-    return 0;
-  }
+  if (call.options.left >= 0) return 0;
+  sizes.pages *= call.page_table->shape[0];
   sizes.kv_heads = 1;
   return paged_widened_heads(steps, choice.d, sizes.floats(), call.k_cache->shape[2]);
 }
 
-Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
-              const PagedCache& v, Choice* choice) {
+Status choose(const PagedAttentionCall& call, const PagedMixed& mixed, int multiprocessors,
+              const PagedCache& k, const PagedCache& v, Choice* choice) {
   const TensorView& q = *call.q;
   if (is_empty(call)) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(call, k, v));
@@ -394,7 +304,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   choice->tiles = (q.shape[0] + batch * (most - 1)) / most;
   if (choice->tiles > kMostTiles || choice->tiles > kMostStep / 2 / kv_heads) return too_many(q);
   PagedLoad load;
-  load.tiles = choice->tiles * kv_heads;
+  load.tiles = (mixed.few > 0 ? mixed.tiles : choice->tiles) * kv_heads;
   load.keys = most_keys(call);
   load.tile_n = choice->tile_n;
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
@@ -405,7 +315,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
     choice->parts = paged_parts(load, multiprocessors);
     choice->combined = choice->parts > 1;
     choice->heads = kv_heads;
-    if (is_float8(*call.k_cache)) {
+    if (is_float8(*call.k_cache) && mixed.few == 0) {
       // Under a causal mask a sequence's first new token sees fewer keys than the last one.
       const double hidden = options.right >= 0 ? std::min(call.max_q, load.keys) / 2 : 0;
       const double seen = 1.0 - hidden / static_cast<double>(std::max<int64_t>(load.keys, 1));
@@ -471,7 +381,10 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->band = 1;
   a->part_blocks = narrow(choice.part_blocks);
   a->least_parts = narrow(ceil_div(int64_t{choice.blocks}, choice.tiles * a->kv_heads));
-  a->step_q = step_of(*call.cu_seqlens_q);
+  a->tile_starts = a->starts_q;
+  a->step_q = a->tile_step = step_of(*call.cu_seqlens_q);
+  a->tile_extra = narrow(choice.most - 1);
+  a->tile_divisor = narrow(choice.most);
   a->length_step = step_of(*call.seqused_k);
   a->table_step = step_of(table);
   a->table_row = batch > 1 ? narrow(table.strides[0]) : 0;
@@ -528,35 +441,31 @@ const PagedCombineKernel& combine_for(DType dtype, bool fixed) {
   });
 }
 
-Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAttentionPlan* plan) {
+Status plan_tiles(const PagedAttentionCall& call, const PagedMixed& mixed, int multiprocessors,
+                  PagedAttentionPlan* plan) {
   const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
+  TIERCEL_RETURN_IF_ERROR(choose(call, mixed, multiprocessors, k, v, &choice));
   const int64_t heads = choice.heads_at_once();
   const int64_t kv_heads = call.k_cache->shape[2];
   if (heads < kv_heads) {
-    TIERCEL_RETURN_IF_ERROR(plan_tiles(HeadSlice(call, 0, heads).call(), multiprocessors, plan));
+    const HeadSlice first(call, 0, heads);
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(first.call(), mixed, multiprocessors, plan));
     const int64_t rest = kv_heads % heads;
     if (rest == 0) return Status();
     // Fewer heads may be divided into more parts, and may be copied where others are not.
     PagedAttentionPlan last{};
     const HeadSlice slice(call, kv_heads - rest, rest);
-    TIERCEL_RETURN_IF_ERROR(plan_tiles(slice.call(), multiprocessors, &last));
+    TIERCEL_RETURN_IF_ERROR(plan_tiles(slice.call(), mixed, multiprocessors, &last));
     plan->workspace = std::max(plan->workspace, last.workspace);
     return Status();
   }
-  if (choice.widened > 0) {
-    const PagedWidenSizes sizes = widen_sizes(call);
-    const WidenedCache copies(sizes, static_cast<float*>(call.q->data));
-    TIERCEL_RETURN_IF_ERROR(plan_tiles(copies.call(call), multiprocessors, plan));
-    plan->widen = widen_for(sizes.dtype).kernel.name();
-    plan->workspace += sizes.floats();
-    return Status();
-  }
+  const PagedMixed copied = choice.widened > 0 ? paged_copied(call) : mixed;
   const AttentionPagedKernel* kernel = choice.kernel;
   *plan = {
       kernel == nullptr ? choice.wide->kernel.name() : kernel->kernel.name(),
       choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
+      copied.pages() > 0 ? widen_for(call.q->dtype).kernel.name() : "none",
       "none",
       kernel == nullptr ? kWideRows : kernel->variant.tile_m,
       static_cast<int>(choice.tile_n),
@@ -566,7 +475,33 @@ Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAtte
       choice.blocks,
       kernel == nullptr ? kWideThreads : kernel->block,
       kernel == nullptr ? kWideShared : kernel->dynamic_smem,
-      choice.workspace(*call.q)};
+      choice.workspace(*call.q) + (copied.batch > 0 ? copied.floats() : 0)};
+  return Status();
+}
+
+PagedMixed divided(const PagedAttentionCall& call) {
+  return paged_mixed(
+      call, kWarpgroups * std::max<int64_t>(kRows * call.k_cache->shape[2] / call.q->shape[1], 1));
+}
+
+PagedAttentionCall with_few(PagedAttentionCall call, const PagedMixed& mixed) {
+  call.max_q = mixed.few;
+  return call;
+}
+
+Status plan_mixed(const PagedAttentionCall& call, int multiprocessors, PagedAttentionPlan* plan) {
+  const PagedMixed mixed = divided(call);
+  if (mixed.few == 0) return plan_tiles(call, {}, multiprocessors, plan);
+  DecodePlan few;
+  const AsDecode decoding(with_few(call, mixed), true);
+  const Status status = decoding.fits()
+                            ? decode_attention_plan(decoding.call(), multiprocessors, &few)
+                            : Status::Unimplemented("");
+  if (!status.ok() && status.code() != StatusCode::kUnimplemented) return status;
+  if (!status.ok()) return plan_tiles(call, {}, multiprocessors, plan);
+  TIERCEL_RETURN_IF_ERROR(plan_tiles(call, mixed, multiprocessors, plan));
+  plan->decode = few.kernel;
+  plan->workspace = std::max(plan->workspace, few.workspace);
   return Status();
 }
 
@@ -574,31 +509,50 @@ Status plan_tiles(const PagedAttentionCall& call, int multiprocessors, PagedAtte
 
 Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
                             PagedAttentionPlan* plan) {
-  TIERCEL_RETURN_IF_ERROR(check(call));
-  *plan = {"none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
+  TIERCEL_RETURN_IF_ERROR(check_paged(call));
+  *plan = {"none", "none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
   if (is_empty(call)) return Status();
   const AsDecode few(call);
   if (few.fits() && decodes(call)) {
     DecodePlan of;
     const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
     if (status.ok()) {
-      *plan = {of.kernel, of.combine, "none",  of.rows,  of.step, static_cast<int>(call.max_q),
-               1,         of.cluster, of.grid, of.block, 0,       of.workspace};
+      *plan = {of.kernel,
+               of.combine,
+               "none",
+               "none",
+               of.rows,
+               of.step,
+               static_cast<int>(call.max_q),
+               1,
+               of.cluster,
+               of.grid,
+               of.block,
+               0,
+               of.workspace};
       return status;
     }
     if (status.code() != StatusCode::kUnimplemented) return status;
   }
-  return plan_tiles(call, multiprocessors, plan);
+  return plan_mixed(call, multiprocessors, plan);
 }
 
 Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
-  TIERCEL_RETURN_IF_ERROR(check(call));
+  TIERCEL_RETURN_IF_ERROR(check_paged(call));
   if (is_empty(call)) return Status();
   const AsDecode few(call);
   if (few.fits() && decodes(call)) {
     const Status status = decode_.prepare(few.call());
     decodes_ = status.ok();
     if (decodes_ || status.code() != StatusCode::kUnimplemented) return status;
+  }
+  const PagedMixed mixed = divided(call);
+  if (mixed.few > 0) {
+    const AsDecode decoding(with_few(call, mixed), true);
+    const Status status =
+        decoding.fits() ? decode_.prepare(decoding.call()) : Status::Unimplemented("");
+    if (!status.ok() && status.code() != StatusCode::kUnimplemented) return status;
+    if (status.ok()) mixed_ = mixed;
   }
   return prepare_tiles(call);
 }
@@ -611,7 +565,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
+  TIERCEL_RETURN_IF_ERROR(choose(call, mixed_, multiprocessors, k, v, &choice));
   const int64_t kv_heads = call.k_cache->shape[2], heads = choice.heads_at_once();
   if (heads < kv_heads) {
     for (int64_t first = 0; first < kv_heads; first += heads) {
@@ -621,11 +575,22 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
     }
     return Status();
   }
-  if (choice.widened > 0) return prepare_widened(call);
+  if (choice.widened > 0) mixed_ = paged_copied(call);
   kernel_ = choice.kernel;
   blocks_ = choice.blocks;
   AttentionPagedArguments& a = arguments_;
   set_arguments(call, choice, k, v, &a);
+  if (mixed_.batch > 0) {
+    a.mixed *= mixed_.few == 0;
+    a.capacity = narrow(mixed_.copies.capacity);
+    a.least_tiles = narrow(choice.tiles_of_blocks(kv_heads));
+    a.tile_step = 4;
+    a.tile_extra = 0;
+    a.tile_divisor = 1;
+    widen_ = mixed_.pages() > 0 ? &widen_for(dtype_) : nullptr;
+    set_widen(call, mixed_.copies, k, v, &widen_arguments_);
+    set_mixed(mixed_, a, narrow(choice.most), &mixed_arguments_);
+  }
   if (choice.combined) {
     combine_ = &combine_for(dtype_, choice.part_keys != 0);
     partial_ = choice.partial(q);
@@ -642,7 +607,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
     return encode_tensor_map(spec, v.rows, kOp, "v_cache", &a.v_map);
   }
   TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 0, q, "q", choice.group, choice.queries, &a.q_map));
-  if (a.loader == kByWidening || widen_ != nullptr) {
+  if (a.loader == kByWidening) {
     a.k_map = a.v_map = a.q_map;  // only prefetched, or replaced by `widen`
   } else {
     TIERCEL_RETURN_IF_ERROR(
@@ -657,35 +622,26 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   return Status();
 }
 
-Status PagedAttentionLaunch::prepare_widened(const PagedAttentionCall& call) {
-  copies_ = widen_sizes(call);
-  widen_ = &widen_for(copies_.dtype);
-  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
-  set_widen(call, copies_, k, v, &widen_arguments_);
-  const WidenedCache copies(copies_, static_cast<float*>(call.q->data));
-  TIERCEL_RETURN_IF_ERROR(prepare_tiles(copies.call(call)));
-  arguments_.capacity = narrow(copies_.capacity);
-  return Status();
-}
-
 // Copies the cache to the begin of the workspace, and sets the arguments of what reads it there.
 Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
-  const WidenedCache copies(copies_, workspace);
+  const WidenedCache copies(mixed_.copies, workspace);
   const PagedCache k(kOp, "k_cache", copies.keys()), v(kOp, "v_cache", copies.values());
   AttentionPagedArguments& a = arguments_;
-  a.k_data = k.rows.data;
-  a.v_data = v.rows.data;
-  a.table = copies.table().data;
-  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, a.copy_rows, &a.k_map));
-  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, a.copy_rows, &a.v_map));
+  a.copied = mixed_arguments_.copied;
+  a.states = mixed_arguments_.states;
+  a.k_copies = k.rows.data;
+  a.v_copies = v.rows.data;
+  constexpr int64_t kAtOnce = kPagedWidenPlaces;
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, kAtOnce, &a.k_map));
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, kAtOnce, &a.v_map));
   PagedWidenArgs& w = widen_arguments_;
   w.caches[0].to = static_cast<char*>(k.rows.data);
   w.caches[1].to = static_cast<char*>(v.rows.data);
-  w.pages = static_cast<int32_t*>(copies.table().data);
+  w.sources = mixed_arguments_.sources;
   LaunchConfig config;
-  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(copies_.columns),
-                 static_cast<unsigned>(copies_.batch)};
-  config.block = {static_cast<unsigned>(copies_.d / (2 * kPagedWidenElements)), kPagedWidenRows};
+  config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(mixed_.before)};
+  config.block = {static_cast<unsigned>(mixed_.copies.d / (2 * kPagedWidenElements)),
+                  kPagedWidenRows};
   config.dependent = true;
   void* pointers[] = {&w};
   return widen_->kernel.launch(config, device_, stream, pointers);
@@ -695,22 +651,48 @@ int64_t PagedAttentionLaunch::workspace() const {
   if (decodes_) return decode_.workspace();
   // All slices but the last have as many heads.
   if (!slices_.empty()) return std::max(slices_.front().workspace(), slices_.back().workspace());
-  const int64_t copies = widen_ == nullptr ? 0 : copies_.floats();
-  return copies + (combine_ == nullptr
-                       ? 0
-                       : partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total);
+  const int64_t tiles = partial_floats() + (mixed_.batch > 0 ? mixed_.floats() : 0);
+  return mixed_.few > 0 ? std::max(tiles, decode_.workspace()) : tiles;
+}
+
+int64_t PagedAttentionLaunch::partial_floats() const {
+  if (combine_ == nullptr) return 0;
+  return partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total;
+}
+
+// Divides the sequences, copies the keys of some, and sets the arguments of what reads them.
+Status PagedAttentionLaunch::divide(float* workspace, void* stream) {
+  PagedMixedArgs& m = mixed_arguments_;
+  m.sources = reinterpret_cast<int4*>(workspace + mixed_.copies.floats());
+  m.states = reinterpret_cast<int32_t*>(m.sources + mixed_.before);
+  m.tile_starts = m.states + mixed_.states();
+  m.copied = m.tile_starts + mixed_.batch + 1;
+  AttentionPagedArguments& a = arguments_;
+  a.tile_starts = m.tile_starts;
+  LaunchConfig config;
+  config.grid.x = 1;
+  config.block.x = kPagedMixedThreads;
+  config.dependent = true;
+  void* pointers[] = {&m};
+  int count = 0;
+  const Kernel& kernel = paged_mixed_kernels(&count)->kernel;
+  TIERCEL_RETURN_IF_ERROR(kernel.launch(config, device_, stream, pointers));
+  return widen_ == nullptr ? Status() : widen(workspace, stream);
 }
 
 Status PagedAttentionLaunch::run(float* workspace, void* stream) {
   if (decodes_) return decode_.run(workspace, stream);
+  if (mixed_.batch == 0) return run_tiles(workspace, stream);
+  TIERCEL_RETURN_IF_ERROR(divide(workspace, stream));
+  TIERCEL_RETURN_IF_ERROR(run_tiles(workspace + mixed_.floats(), stream));
+  return mixed_.few > 0 ? decode_.run(workspace, stream) : Status();
+}
+
+Status PagedAttentionLaunch::run_tiles(float* workspace, void* stream) {
   for (PagedAttentionLaunch& slice : slices_) {
     TIERCEL_RETURN_IF_ERROR(slice.run(workspace, stream));
   }
   if (kernel_ == nullptr && wide_ == nullptr) return Status();
-  if (widen_ != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(widen(workspace, stream));
-    workspace += copies_.floats();
-  }
   AttentionPagedArguments& a = arguments_;
   PagedWideArgs& w = wide_arguments_;
   if (combine_ != nullptr) {

@@ -9,6 +9,7 @@
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/paged/combine.h"
 #include "kernels/attention/paged/kernels.h"
+#include "kernels/attention/paged/mixed.h"
 #include "kernels/attention/paged/wide.h"
 #include "kernels/attention/paged/widen.h"
 
@@ -43,6 +44,7 @@ struct PagedAttentionPlan {
   const char* kernel;   // "none" for an empty output
   const char* combine;  // a second kernel, or "none"
   const char* widen;    // one before them, or "none"
+  const char* decode;   // the one that decoding sequences have, beside chunks, or "none"
   int tile_m;           // rows of a tile
   int tile_n;           // keys per step
   int queries;          // of a tile
@@ -74,21 +76,24 @@ class PagedAttentionLaunch {
 
  private:
   Status prepare_tiles(const PagedAttentionCall& call);
-  Status prepare_widened(const PagedAttentionCall& call);
   Status widen(float* copies, void* stream);
+  Status run_tiles(float* workspace, void* stream);
+  Status divide(float* workspace, void* stream);
+  int64_t partial_floats() const;
 
   const AttentionPagedKernel* kernel_ = nullptr;  // null for an empty output, and where others run
   const PagedWideKernel* wide_ = nullptr;         // for head dimensions above 256
   const PagedCombineKernel* combine_ = nullptr;   // null where keys are not split
   const PagedWidenKernel* widen_ = nullptr;       // null where the cache is read as it is
   bool decodes_ = false;
+  PagedMixed mixed_;  // if it has `few`, decode_ takes the sequences that tiles do not
+  PagedMixedArgs mixed_arguments_{};
   DecodeLaunch decode_;
   std::vector<PagedAttentionLaunch> slices_;  // of heads, one after the other; or none
   AttentionPagedArguments arguments_{};
   PagedWideArgs wide_arguments_{};
   PagedCombineArgs combined_{};
   PagedWidenArgs widen_arguments_{};
-  PagedWidenSizes copies_;
   int64_t partial_ = 0;  // floats
   unsigned blocks_ = 0;
   DType dtype_ = DType::kBFloat16;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// paged_widen: a float8 cache's keys and values in 16 bits, in pages of 128 keys, and the table of
-// those pages. Conversion is exact.
+// paged_widen: a float8 cache's keys and values in 16 bits, in pages of 128 keys. Conversion is
+// exact. paged_mixed.cu says which pages are copied.
 //
 // A block has the keys or the values of a page and a head, a thread twice 8 columns of 4 rows: a
 // row's address serves both. It reads the page table for all of its rows, then the rows, then
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(kPagedWidenLanes* kPagedWidenRows)
     paged_widen(const __grid_constant__ PagedWidenArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
-  const int entry = blockIdx.z, page = entry * gridDim.y + blockIdx.y;
-  const int first = blockIdx.y * kPagedWidenPlaces;
+  const int4 place = args.sources[blockIdx.y];
+  if (place.x < 0) return;
+  const int entry = place.x, first = place.y * kPagedWidenPlaces, page = place.z;
   const bool of_values = blockIdx.x >= args.kv_heads;
   const int head = blockIdx.x - (of_values ? args.kv_heads : 0);
-  if (blockIdx.x == 0 && threadIdx.x + threadIdx.y == 0) args.pages[page] = page;
   const PagedWidenArgs::Cache& cache = args.caches[of_values];
   const char* table = args.table + entry * args.table_row;
   // The sum is `entry`. Of a uniform address the compiler waits for what is there before it loads

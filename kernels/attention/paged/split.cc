@@ -25,8 +25,6 @@ double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multipro
   return time + kCombine + 2.0 * static_cast<double>(load.result_bytes * parts) / kBytesOfAStep;
 }
 
-constexpr int64_t kMostCopied = int64_t{1} << 27;  // floats of copies: 512 MiB
-
 // In microseconds: what a step takes longer that widens its keys and values, of 128 columns and of
 // 64; launches of a slice of heads; the time of a float of copies, two elements of three bytes.
 constexpr double kWidening[] = {0.9, 0.3};
@@ -41,7 +39,7 @@ double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors) {
 }
 
 int64_t paged_widened_heads(double steps, int64_t d, int64_t floats, int64_t heads) {
-  const int64_t most = kMostCopied / floats;
+  const int64_t most = kPagedMostCopied / floats;
   if (most == 0) return 0;
   const int64_t slices = ceil_div(heads, most), at_once = ceil_div(heads, slices);
   const double copied =

@@ -24,6 +24,8 @@ int64_t paged_parts(const PagedLoad& load, int multiprocessors);
 // The time of a call, in steps of a block of threads.
 double paged_time(const PagedLoad& load, int64_t parts, int multiprocessors);
 
+inline constexpr int64_t kPagedMostCopied = int64_t{1} << 27;  // floats of copies: 512 MiB
+
 // The number of key heads of a float8 cache, of `heads`, that are copied to 16 bits at once before
 // tiles of `d` columns read them; 0 where a call of `steps` is faster if it widens what it reads.
 // The copies of a head take `floats`, at least one.

@@ -3,6 +3,8 @@
 #ifndef KERNELS_ATTENTION_PAGED_WIDEN_H_
 #define KERNELS_ATTENTION_PAGED_WIDEN_H_
 
+#include <vector_types.h>
+
 #include <cstdint>
 
 #include "kernels/sm90/launch.h"
@@ -16,21 +18,18 @@ inline constexpr int kPagedWidenRows = 32;     // that a block has at once
 inline constexpr int kPagedWidenLanes = 8;     // of a row, at most: a lane loads from both halves
 
 // A block has the keys or the values of a page and a head: blockIdx.x is the head of one or the
-// other, blockIdx.y the page of sequence blockIdx.z, threadIdx.x the load of half a row,
-// threadIdx.y the row.
+// other, blockIdx.y the page, threadIdx.x the load of half a row, threadIdx.y the row.
 
-// The copies of a call's keys and values, behind each other, and behind them their page table.
+// The copies of a call's keys and values, behind each other.
 struct PagedWidenSizes {
-  int64_t batch = 0;
-  int64_t columns = 0;   // pages of a sequence
+  int64_t pages = 0;
   int64_t capacity = 0;  // keys of a sequence, at most
   int64_t kv_heads = 0, d = 0;
   DType dtype = DType::kBFloat16;
   int device = 0;
 
-  int64_t pages() const { return batch * columns; }
-  int64_t cache_floats() const { return pages() * kPagedWidenPlaces * kv_heads * d / 2; }
-  int64_t floats() const { return 2 * cache_floats() + (pages() + 3) / 4 * 4; }
+  int64_t cache_floats() const { return pages * kPagedWidenPlaces * kv_heads * d / 2; }
+  int64_t floats() const { return 2 * cache_floats(); }
 };
 
 struct PagedWidenArgs {
@@ -44,9 +43,10 @@ struct PagedWidenArgs {
   Cache caches[2];
   const char* table;    // of the float8 cache
   const char* lengths;  // of sequences
-  int32_t* pages;       // the copies' table
-  int64_t table_row;    // from a sequence's pages to the next one's, in bytes
-  int32_t table_step;   // from a page to the next, in bytes
+  // Of each page that is copied: a sequence or -1, the page of it, and that of the copies.
+  const int4* sources;
+  int64_t table_row;   // from a sequence's pages to the next one's, in bytes
+  int32_t table_step;  // from a page to the next, in bytes
   int32_t length_step;
   int32_t capacity;  // keys of a sequence, at most; not 0
   int32_t kv_heads;

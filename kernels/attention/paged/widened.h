@@ -20,27 +20,15 @@ class WidenedCache {
   WidenedCache(const PagedWidenSizes& sizes, float* memory) : device_(sizes.device) {
     const int64_t heads = sizes.kv_heads, d = sizes.d, head = kPagedWidenPlaces * d;
     for (int i = 0; i < 2; ++i) {
-      set(sizes.dtype, {sizes.pages(), kPagedWidenPlaces, heads, d}, {heads * head, d, head, 1},
+      set(sizes.dtype, {sizes.pages, kPagedWidenPlaces, heads, d}, {heads * head, d, head, 1},
           memory + i * sizes.cache_floats(), &caches_[i]);
     }
-    set(DType::kInt32, {sizes.batch, sizes.columns}, {sizes.columns, 1},
-        memory + 2 * sizes.cache_floats(), &table_);
   }
   WidenedCache(const WidenedCache&) = delete;
   WidenedCache& operator=(const WidenedCache&) = delete;
 
   const TensorView& keys() const { return caches_[0].view; }
   const TensorView& values() const { return caches_[1].view; }
-  const TensorView& table() const { return table_.view; }
-
-  // A call over the copies; what is in them has no other factors.
-  PagedAttentionCall call(const PagedAttentionCall& over_float8) const {
-    PagedAttentionCall call = over_float8;
-    call.k_cache = &keys();
-    call.v_cache = &values();
-    call.page_table = &table();
-    return call;
-  }
 
  private:
   struct View {
@@ -58,7 +46,7 @@ class WidenedCache {
   }
 
   int device_;
-  View caches_[2], table_;
+  View caches_[2];
 };
 
 // The most keys of a sequence, as far as the host knows.
@@ -67,11 +55,11 @@ inline int64_t most_keys(const PagedAttentionCall& call) {
   return call.max_keys >= 0 ? std::min(capacity, call.max_keys) : capacity;
 }
 
+// Of one sequence.
 inline PagedWidenSizes widen_sizes(const PagedAttentionCall& call) {
   PagedWidenSizes sizes;
-  sizes.batch = call.page_table->shape[0];
   sizes.capacity = most_keys(call);
-  sizes.columns = std::max<int64_t>(ceil_div(sizes.capacity, int64_t{kPagedWidenPlaces}), 1);
+  sizes.pages = std::max<int64_t>(ceil_div(sizes.capacity, int64_t{kPagedWidenPlaces}), 1);
   sizes.kv_heads = call.k_cache->shape[2];
   sizes.d = call.q->shape[2];
   sizes.dtype = call.q->dtype;
@@ -97,7 +85,7 @@ inline void set_widen(const PagedAttentionCall& call, const PagedWidenSizes& siz
   }
   a->table = static_cast<const char*>(table.data);
   a->lengths = static_cast<const char*>(lengths.data);
-  a->table_row = sizes.batch > 1 ? table.strides[0] * 4 : 0;
+  a->table_row = table.shape[0] > 1 ? table.strides[0] * 4 : 0;
   a->table_step = step_of(table);
   a->length_step = step_of(lengths);
   a->capacity = static_cast<int32_t>(std::max<int64_t>(sizes.capacity, 1));

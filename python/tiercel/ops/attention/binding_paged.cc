@@ -60,6 +60,7 @@ constexpr PlanField<PagedAttentionPlan> kPlanFields[] = {
     Entry<&PagedAttentionPlan::kernel>("kernel"),
     Entry<&PagedAttentionPlan::combine>("combine"),
     Entry<&PagedAttentionPlan::widen>("widen"),
+    Entry<&PagedAttentionPlan::decode>("decode"),
     Entry<&PagedAttentionPlan::tile_m>("tile_m"),
     Entry<&PagedAttentionPlan::tile_n>("tile_n"),
     Entry<&PagedAttentionPlan::queries>("queries"),
@@ -79,7 +80,7 @@ constexpr Function kFunctions[] = {
      "None", Describe<kPaged>},
     PlanOf<kPaged, paged_attention_plan, kPlan>("paged_attention_plan"),
     LoadOf<attention_paged_kernels, paged_combine_kernels, paged_wide_kernels, paged_widen_kernels,
-           decode_kernels_bf16, decode_kernels_bf16_fp8, decode_kernels_fp16,
+           paged_mixed_kernels, decode_kernels_bf16, decode_kernels_bf16_fp8, decode_kernels_fp16,
            decode_kernels_fp16_fp8, decode_combine_kernels>("paged_attention_load"),
 };
 const Family kFamily(kFunctions);

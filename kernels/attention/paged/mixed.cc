@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/paged/mixed.h"
+
+#include <algorithm>
+
+#include "kernels/attention/paged/paged.h"
+#include "kernels/attention/paged/split.h"
+#include "kernels/attention/paged/widened.h"
+#include "kernels/sm90/invariant.h"
+#include "kernels/sm90/math.h"
+
+namespace tiercel {
+namespace {
+
+constexpr int64_t kFewRows = 16;    // the most of decode_attention's tiles for a float8 cache
+constexpr int64_t kManyTiles = 4;   // from more on, a copy takes less time than widening in tiles
+constexpr int64_t kMostGroup = 64;  // query heads of a key head
+constexpr int64_t kMostGrid = 65535;
+
+// Pages of a sequence that are copied before tiles read them, where most keys are old. Tiles read the
+// last ones first, and a page takes a warp as long as a tile multiplies four.
+constexpr int64_t kAhead = 6;
+
+// In microseconds: what tiles of 128 columns, and of 64, take longer for a key of a decoding
+// sequence and head, of a whole device; what the further launches take.
+constexpr double kKey[] = {0.07e-3, 0.035e-3};
+constexpr double kLaunches = 10.0;
+
+// The most pages of all sequences that are copied before: kAhead of each, or all of those of which
+// at least half of the keys are among the `total` new ones.
+int64_t most_before(int64_t pages, int64_t sequences, int64_t total) {
+  const int64_t most = sequences * (kAhead + 1) + 2 * total / kPagedWidenPlaces;
+  return std::min({pages, most, kMostGrid});
+}
+
+}  // namespace
+
+PagedMixed paged_copied(const PagedAttentionCall& call) {
+  PagedMixed mixed;
+  mixed.batch = call.page_table->shape[0];
+  mixed.many = 1;
+  mixed.copies = widen_sizes(call);
+  mixed.copies.pages *= mixed.batch;
+  mixed.before = most_before(mixed.pages(), mixed.batch, call.q->shape[0]);
+  return mixed;
+}
+
+void set_mixed(const PagedMixed& mixed, const AttentionPagedArguments& of_tiles, int32_t queries,
+               PagedMixedArgs* a) {
+  const auto narrow = [](int64_t value) { return static_cast<int32_t>(value); };
+  a->starts = static_cast<const char*>(of_tiles.starts_q);
+  a->lengths = static_cast<const char*>(of_tiles.lengths);
+  a->start_step = of_tiles.step_q;
+  a->length_step = of_tiles.length_step;
+  a->batch = of_tiles.batch;
+  a->total = of_tiles.total_q;
+  a->capacity = of_tiles.capacity;
+  a->queries = queries;
+  a->few = narrow(mixed.few);
+  a->many = narrow(mixed.many);
+  a->pages = narrow(mixed.pages());
+  a->ahead = narrow(kAhead);
+  a->before = narrow(mixed.before);
+  a->halves = 2 * of_tiles.kv_heads;
+}
+
+PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
+  const TensorView& q = *call.q;
+  const int64_t total = q.shape[0], d = q.shape[2], batch = call.page_table->shape[0];
+  const int64_t kv_heads = call.k_cache->shape[2], group = q.shape[1] / kv_heads;
+  PagedMixed mixed;
+  const bool narrow = d >= 16 && d <= 128 && d % 16 == 0 && group <= kMostGroup;
+  if (call.k_cache->dtype != DType::kFloat8E4M3 || batch_invariant() || call.tree != nullptr ||
+      !narrow || call.max_q / 2 <= total / batch) {
+    return mixed;
+  }
+  // As few sequences with many new tokens as there can be.
+  const int64_t chunks = std::min(ceil_div(total, call.max_q), batch), keys = most_keys(call);
+  const auto decoded = static_cast<double>((batch - chunks) * keys * kv_heads);
+  if (decoded * kKey[d <= 64] < kLaunches) return mixed;
+  mixed.few = std::max<int64_t>(kFewRows / group, 1);
+  mixed.many = kManyTiles * queries + 1;
+  mixed.tiles = ceil_div(total - (batch - chunks), queries);
+  mixed.batch = batch;
+  PagedWidenSizes& copies = mixed.copies;
+  copies = widen_sizes(call);
+  const int64_t of_one = copies.pages;
+  copies.pages = 1;
+  const int64_t most = kPagedMostCopied / copies.floats();
+  const int64_t long_ones = std::min(batch, total / mixed.many);
+  copies.pages = call.options.left < 0 ? std::min(long_ones * of_one, most) : 0;
+  mixed.before = most_before(copies.pages, long_ones, total);
+  return mixed;
+}
+
+}  // namespace tiercel
