@@ -152,9 +152,20 @@ def test_chunks_over_a_float8_cache(batch, new, context):
 @pytest.mark.parametrize(("page", "d"), [(1, 128), (64, 128), (16, 64), (16, 80)])
 def test_copies_of_a_float8_cache(page, d, dtype):
     """Long enough that keys are copied to 16 bits before: the bits of such a cache."""
-    q, k, v, *rest = draw([(700, 1500), (300, 2000), (1, 5)], (32, 8), d=d, page=page, dtype=dtype)
+    lengths = [(700, 1500), (300, 2000), (1, 5)]
+    check_copies(lengths, 2000, page, d, dtype)
+
+
+@pytest.mark.parametrize(("page", "d"), [(1, 128), (64, 128), (16, 64)])
+def test_copies_that_tiles_make(page, d):
+    """So many keys that the tiles' blocks copy most pages."""
+    check_copies([(700, 1500), (900, 20000), (300, 17000)], 20000, page, d, torch.bfloat16)
+
+
+def check_copies(lengths, longest, page, d, dtype):
+    q, k, v, *rest = draw(lengths, (32, 8), d=d, page=page, dtype=dtype)
     narrow = [x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)]
-    most = {"max_seqused_k": 2000, "return_lse": True}
+    most = {"max_seqused_k": longest, "return_lse": True}
     results = tiercel.paged_attention(q, *narrow, *rest, **most)
     expected = tiercel.paged_attention(q, *(x.to(dtype) for x in narrow), *rest, **most)
     assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))

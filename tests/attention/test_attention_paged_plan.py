@@ -299,10 +299,9 @@ def copied(chunks, new, context, d=128, heads=(32, 8), most=None, columns=None, 
     )
 
 
-def of_copies(pages, sequences, heads, new=0):
+def of_copies(pages, sequences, heads):
     """Floats: copies; their sources, states and places; the sequences' first tiles."""
-    before = min(pages, sequences * 7 + 2 * new // 128)
-    return pages * 128 * heads * 128 + (4 * before + 2 * pages * heads + 2 * sequences + 4) // 4 * 4
+    return pages * 128 * heads * 128 + (4 * pages + 2 * pages * heads + 2 * sequences + 4) // 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -325,7 +324,7 @@ def test_copies_of_float8_caches(chunks, new, context, most, copies):
     assert (got["parts"], got["combine"]) == (of_bf16["parts"], of_bf16["combine"])
     if copies:
         pages = -(-(most or context + new) // 128) * chunks
-        floats = of_copies(pages, chunks, 8, chunks * new)
+        floats = of_copies(pages, chunks, 8)
         assert got["workspace"] == floats + of_bf16["workspace"]
 
 
@@ -334,7 +333,7 @@ def test_copies_of_some_heads():
     got = copied(1, 2048, 131072 - 1920)
     assert got["widen"] == "paged_widen<BFloat16>"
     of_parts = 0 if got["combine"] == "none" else 2048 * 16 * 65 * got["parts"]
-    assert got["workspace"] == of_copies(1024 + 1, 1, 4, 2048) + of_parts
+    assert got["workspace"] == of_copies(1024 + 1, 1, 4) + of_parts
     assert copied(1, 512, 1 << 20)["widen"] == "none"
 
 
@@ -368,7 +367,7 @@ def test_decoding_beside_chunks(decoding, chunks, new, keys, divided):
     if divided:
         most = min(rows // 129, sequences)
         pages = min(most * keys // 128, 1024)
-        assert of_copies(pages, 0, 8) < got["workspace"] <= of_copies(pages, 2 * sequences, 8, rows)
+        assert of_copies(pages, 0, 8) < got["workspace"] <= of_copies(pages, 2 * sequences, 8)
         windowed = plan(ExchangeTensor, rows, (32, 8), 128, **sizes, window=(99, 0))
         assert windowed["widen"] == "none" and windowed["decode"] != "none"
         of_bf16 = plan(ExchangeTensor, rows, (32, 8), 128, **sizes | dict.fromkeys(caches))

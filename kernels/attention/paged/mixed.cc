@@ -17,21 +17,15 @@ constexpr int64_t kManyTiles = 4;   // from more on, a copy takes less time than
 constexpr int64_t kMostGroup = 64;  // query heads of a key head
 constexpr int64_t kMostGrid = 65535;
 
-// Pages of a sequence that are copied before tiles read them, where most keys are old. Tiles read the
-// last ones first, and a page takes a warp as long as a tile multiplies four.
+// Pages of a sequence that are copied before tiles read them, where the tiles' blocks copy the
+// others. Tiles read the last ones first, and a page takes a warp as long as a tile multiplies
+// four.
 constexpr int64_t kAhead = 6;
 
 // In microseconds: what tiles of 128 columns, and of 64, take longer for a key of a decoding
 // sequence and head, of a whole device; what the further launches take.
 constexpr double kKey[] = {0.07e-3, 0.035e-3};
 constexpr double kLaunches = 10.0;
-
-// The most pages of all sequences that are copied before: kAhead of each, or all of those of which
-// at least half of the keys are among the `total` new ones.
-int64_t most_before(int64_t pages, int64_t sequences, int64_t total) {
-  const int64_t most = sequences * (kAhead + 1) + 2 * total / kPagedWidenPlaces;
-  return std::min({pages, most, kMostGrid});
-}
 
 }  // namespace
 
@@ -41,12 +35,12 @@ PagedMixed paged_copied(const PagedAttentionCall& call) {
   mixed.many = 1;
   mixed.copies = widen_sizes(call);
   mixed.copies.pages *= mixed.batch;
-  mixed.before = most_before(mixed.pages(), mixed.batch, call.q->shape[0]);
+  mixed.before = std::min(mixed.pages(), kMostGrid);
   return mixed;
 }
 
 void set_mixed(const PagedMixed& mixed, const AttentionPagedArguments& of_tiles, int32_t queries,
-               PagedMixedArgs* a) {
+               int multiprocessors, PagedMixedArgs* a) {
   const auto narrow = [](int64_t value) { return static_cast<int32_t>(value); };
   a->starts = static_cast<const char*>(of_tiles.starts_q);
   a->lengths = static_cast<const char*>(of_tiles.lengths);
@@ -61,6 +55,7 @@ void set_mixed(const PagedMixed& mixed, const AttentionPagedArguments& of_tiles,
   a->pages = narrow(mixed.pages());
   a->ahead = narrow(kAhead);
   a->before = narrow(mixed.before);
+  a->many_pages = multiprocessors;
   a->halves = 2 * of_tiles.kv_heads;
 }
 
@@ -89,7 +84,7 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
   const int64_t most = kPagedMostCopied / copies.floats();
   const int64_t long_ones = std::min(batch, total / mixed.many);
   copies.pages = call.options.left < 0 ? std::min(long_ones * of_one, most) : 0;
-  mixed.before = most_before(copies.pages, long_ones, total);
+  mixed.before = std::min(copies.pages, kMostGrid);
   return mixed;
 }
 

@@ -50,9 +50,10 @@ struct PagedMixedArgs {
   int32_t capacity;  // keys of a sequence, at most
   int32_t queries;   // of a tile
   int32_t few, many, pages;
-  int32_t ahead;   // pages of a sequence with few new keys that are copied before: the last ones
-  int32_t before;  // of all sequences, at most
-  int32_t halves;  // keys and values of a page: 2 * key heads
+  int32_t ahead;  // pages copied before the tiles of a sequence that copy the others: the last ones
+  int32_t before;      // of all sequences, at most
+  int32_t many_pages;  // the fewest of a sequence of which tiles copy some
+  int32_t halves;      // keys and values of a page: 2 * key heads
 };
 
 struct PagedMixedKernel {
@@ -69,7 +70,7 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries);
 PagedMixed paged_copied(const PagedAttentionCall& call);
 
 void set_mixed(const PagedMixed& mixed, const AttentionPagedArguments& of_tiles, int32_t queries,
-               PagedMixedArgs* a);
+               int multiprocessors, PagedMixedArgs* a);
 
 }  // namespace tiercel
 

@@ -589,7 +589,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
     a.tile_divisor = 1;
     widen_ = mixed_.pages() > 0 ? &widen_for(dtype_) : nullptr;
     set_widen(call, mixed_.copies, k, v, &widen_arguments_);
-    set_mixed(mixed_, a, narrow(choice.most), &mixed_arguments_);
+    set_mixed(mixed_, a, narrow(choice.most), multiprocessors, &mixed_arguments_);
   }
   if (choice.combined) {
     combine_ = &combine_for(dtype_, choice.part_keys != 0);

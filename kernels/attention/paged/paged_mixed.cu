@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // paged_mixed: divides the sequences of a batch. Those with few new tokens get no tile. The others
 // are numbered in tiles one after the other, and those with many new tokens get pages for 16-bit
-// copies of their keys, while there is room. The last pages of each are copied by paged_widen, the
-// others by the tiles' blocks (copies.py). Where at least half of the keys are new, all tiles begin
-// at once and few of them see a page: paged_widen copies all pages.
+// copies of their keys, while there is room. paged_widen copies all pages, or the last ones of
+// sequences with many keys and enough tiles: the tiles' blocks copy the others while they multiply
+// (copies.py). With fewer pages than
+// multiprocessors all tiles begin at once; with few tiles each copies too much.
 //
 // One block, a thread for each of 1024 sequences at once: a sum over all sequences before.
 #include <cstdint>
@@ -16,6 +17,7 @@ namespace tiercel {
 namespace {
 
 constexpr int kWarps = kPagedMixedThreads / 32;
+constexpr int64_t kManyTiles = 8;            // from these on, their blocks copy pages
 constexpr int64_t kMost = int64_t{1} << 29;  // numbers of tiles; starts may be anything
 
 struct Counts {
@@ -46,7 +48,8 @@ __device__ __forceinline__ Sequence counts_of(const PagedMixedArgs& args, int b)
   const int keys = min(max(load(args.lengths, args.length_step, b), 0), args.capacity);
   const int pages = (keys + kPagedWidenPlaces - 1) / kPagedWidenPlaces;
   counts.pages = pages;
-  counts.before = keys <= 2ll * rows ? pages : min(pages, args.ahead);
+  const bool all = pages < args.many_pages || keys <= 2ll * rows || counts.tiles < kManyTiles;
+  counts.before = all ? pages : min(pages, args.ahead);
   return counts;
 }
 
