@@ -33,11 +33,8 @@ def count_norms(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("name", "checkpoints"),
-    # A mixture may choose other experts when its layers run again.
-    [("Llama", None), ("Llama", True), ("Llama", False), ("Qwen3Moe", None)],
-)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("checkpoints", [None, True, False])
 def test_a_model(name, checkpoints, device, monkeypatch):
     ours = make(name, device=device).train()
     wide, usual = copy.deepcopy(ours).float(), copy.deepcopy(ours)
@@ -48,7 +45,8 @@ def test_a_model(name, checkpoints, device, monkeypatch):
     ids = tokens(device=device)
     for model in (ours, usual, wide):
         model(ids, labels=ids, use_cache=False).loss.backward()
-    assert len(added) == (2 if checkpoints is None else 4 - checkpoints * 2)
+    # A layer that runs again computes the same: a mixture may not choose other experts.
+    assert len(added) == (2 if checkpoints is None else 4)
     for mine, theirs, right in zip(*(m.parameters() for m in (ours, usual, wide)), strict=True):
         errors = [(p.grad.float() - right.grad).norm() for p in (mine, theirs)]
         assert errors[0] <= 1.25 * errors[1] + 2e-3 * right.grad.norm()
@@ -87,8 +85,8 @@ def test_what_keeps_the_layer_s_own_forward(monkeypatch):
     ours, _, x, more = one_layer()
     added = count_norms(monkeypatch)
     with torch.no_grad():
-        ours(x, **more)
-    ours(x.detach(), **more)
+        ours.eval()(x, **more)
+    ours.train()(x.detach(), **more)
     with torch.autocast("cpu", torch.bfloat16):
         ours(x, **more)
     handle = ours.input_layernorm.register_forward_hook(lambda *a: None)

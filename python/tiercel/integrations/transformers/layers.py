@@ -54,7 +54,9 @@ _forward.__name__ = "forward"
 
 def _epsilons(layer: nn.Module, x: Tensor) -> list[float] | None:
     """The norms' epsilons, or None where the layer's own forward is to run."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # In training also without a graph: a checkpoint runs the layer again with one, and a mixture
+    # would choose other experts if its rounding were different then.
+    if not (torch.is_grad_enabled() or layer.training) or torch.compiler.is_compiling():
         return None
     if type(x) is not Tensor or x.dtype not in _DTYPES or not x.requires_grad:
         return None
