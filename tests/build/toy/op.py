@@ -44,7 +44,7 @@ def toy_shift(
         x: ``[..., N]`` float32, contiguous.
         amount: What is added.
         out: ``[..., N]`` to write to.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
     """
     if out is None:
         return _TOY_SHIFT.pick()(x, amount, backend)  # type: ignore[no-any-return]

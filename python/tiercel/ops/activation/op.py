@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations, plain and gated, with a float8 result on request."""
+"""Activations, plain and gated, with an optional float8 result."""
 
 from __future__ import annotations
 
@@ -41,21 +41,20 @@ def silu_and_mul(
 
     Args:
         x: ``[..., 2N]``, the gate in the first half and the factor in the second; or, with ``up``,
-            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be apart; where
-            they are at several distances, or elements are not neighbours, a copy is made.
+            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be strided; without
+            a single row stride, or with a non-contiguous last dimension, a copy is made.
         up: The factor, of the shape and dtype of ``x``, or None.
-        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn:
-            the product times ``1 / scale``; beyond 448 it is 448, NaN stays NaN. No gradient
-            flows.
+        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn: the
+            product times ``1 / scale``, saturated at +-448; NaN stays NaN. No gradient flows.
         out: ``[..., N]`` to write to, contiguous, of the result's dtype, on the device of ``x``.
             Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, the dtype of ``x``, or float8_e4m3fn with ``scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
             gradient is wanted with ``scale`` or ``out``.
@@ -80,31 +79,29 @@ def gelu_and_mul(
 ) -> Tensor:
     """GEGLU's activation: ``gelu(gate) * up``.
 
-    gelu(x) = x Phi(x), Phi the normal distribution's; Hendrycks and Gimpel, 2016,
-    arXiv:1606.08415, and Shazeer, 2020, arXiv:2002.05202.
-    Arithmetic is float32 and the result is rounded once.
+    gelu(x) = x Phi(x), where Phi is the normal CDF; Hendrycks and Gimpel, 2016, arXiv:1606.08415,
+    and Shazeer, 2020, arXiv:2002.05202. Arithmetic is float32 and the result is rounded once.
 
     Differentiable in ``x`` and ``up``, by one kernel; works under torch.compile and torch.export,
     and in CUDA graphs; it never synchronises.
 
     Args:
         x: ``[..., 2N]``, the gate in the first half and the factor in the second; or, with ``up``,
-            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be apart; where
-            they are at several distances, or elements are not neighbours, a copy is made.
+            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be strided; without
+            a single row stride, or with a non-contiguous last dimension, a copy is made.
         up: The factor, of the shape and dtype of ``x``, or None.
         approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by tanh.
-        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn:
-            the product times ``1 / scale``; beyond 448 it is 448, NaN stays NaN. No gradient
-            flows.
+        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn: the
+            product times ``1 / scale``, saturated at +-448; NaN stays NaN. No gradient flows.
         out: ``[..., N]`` to write to, contiguous, of the result's dtype, on the device of ``x``.
             Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, the dtype of ``x``, or float8_e4m3fn with ``scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such approximation or
             backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
@@ -137,21 +134,20 @@ def relu_and_mul(
 
     Args:
         x: ``[..., 2N]``, the gate in the first half and the factor in the second; or, with ``up``,
-            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be apart; where
-            they are at several distances, or elements are not neighbours, a copy is made.
+            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be strided; without
+            a single row stride, or with a non-contiguous last dimension, a copy is made.
         up: The factor, of the shape and dtype of ``x``, or None.
-        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn:
-            the product times ``1 / scale``; beyond 448 it is 448, NaN stays NaN. No gradient
-            flows.
+        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn: the
+            product times ``1 / scale``, saturated at +-448; NaN stays NaN. No gradient flows.
         out: ``[..., N]`` to write to, contiguous, of the result's dtype, on the device of ``x``.
             Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, the dtype of ``x``, or float8_e4m3fn with ``scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
             gradient is wanted with ``scale`` or ``out``.
@@ -178,18 +174,18 @@ def silu(
     and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: Any shape; float32, bfloat16 or float16. Rows may be apart, as for
+        x: Any shape; float32, bfloat16 or float16. Rows may be strided, as for
             :func:`tiercel.silu_and_mul`.
         scale: As for :func:`tiercel.silu_and_mul`: makes the result float8_e4m3fn.
         out: To write to: contiguous, of the shape and on the device of ``x``, of the result's
             dtype. Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``, or float8_e4m3fn with ``scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
             gradient is wanted with ``scale`` or ``out``.
@@ -211,25 +207,25 @@ def gelu(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """``x * Phi(x)``, Phi the normal distribution's.
+    """``x * Phi(x)``, where Phi is the normal CDF.
 
     Arithmetic is float32 and the result is rounded once. Differentiable; works under torch.compile
     and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: Any shape; float32, bfloat16 or float16. Rows may be apart, as for
+        x: Any shape; float32, bfloat16 or float16. Rows may be strided, as for
             :func:`tiercel.gelu_and_mul`.
         approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by tanh.
         scale: As for :func:`tiercel.gelu_and_mul`: makes the result float8_e4m3fn.
         out: To write to: contiguous, of the shape and on the device of ``x``, of the result's
             dtype. Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``, or float8_e4m3fn with ``scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such approximation or
             backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
@@ -257,18 +253,18 @@ def relu(
     and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: Any shape; float32, bfloat16 or float16. Rows may be apart, as for
+        x: Any shape; float32, bfloat16 or float16. Rows may be strided, as for
             :func:`tiercel.relu_and_mul`.
         scale: As for :func:`tiercel.relu_and_mul`: makes the result float8_e4m3fn.
         out: To write to: contiguous, of the shape and on the device of ``x``, of the result's
             dtype. Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``, or float8_e4m3fn with ``scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
             gradient is wanted with ``scale`` or ``out``.

@@ -59,25 +59,24 @@ def attention(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``softmax(q @ k.T * scale, masked) @ v`` for each head, without scores in memory.
+    """``softmax(q @ k.T * scale, masked) @ v`` for each head, without storing the scores.
 
     Scores, softmax and sums are float32; probabilities are rounded to the dtype before they
     multiply ``v``, and the result is rounded once.
 
-    Masks are aligned with the last query and the last key, as in FlashAttention: query i stands at
-    key i + Sk - Sq. A query that sees no key gets 0, and minus infinity as its ``lse``, or its
-    sink.
+    Masks are aligned to the last query and the last key, as in FlashAttention: query i is at key
+    position i + Sk - Sq. A query that sees no key gets 0, and as ``lse`` minus infinity, or its
+    head's sink.
 
-    float8_e4m3fn tensors are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, and the
-    result is bfloat16. Their probabilities are rounded to float8_e4m3fn, at 256 times their size
-    (an error of 2 to 3 % of a typical value, which averages out over keys); sums are float32. There
-    are no gradients then.
+    float8_e4m3fn tensors are scaled by ``q_descale``, ``k_descale`` and ``v_descale``, and the
+    result is bfloat16. Probabilities are then rounded to float8_e4m3fn, scaled by 256 (an error of
+    2 to 3 % of a typical value, which averages out over keys); sums are float32. There are no
+    gradients.
 
-    Differentiable in ``q``, ``k``, ``v`` and ``sinks``. The backward has kernels of its own for
-    the head dimensions, masks and 16-bit dtypes that the forward's kernels take, and is torch's
-    otherwise. Those kernels sum the gradients of ``k``,
-    ``v`` and ``sinks`` in a fixed order; that of ``q`` only under
-    ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other. Works
+    Differentiable in ``q``, ``k``, ``v`` and ``sinks``. The backward has its own kernels for the
+    head dimensions, masks and 16-bit dtypes of the forward kernels, and uses PyTorch elsewhere. The
+    kernels sum the gradients of ``k``, ``v`` and ``sinks`` in a fixed order, and that of ``q`` only
+    under ``torch.use_deterministic_algorithms(True)``, where blocks wait for each other. Works
     under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     The method is FlashAttention's (Dao et al. 2022, Shah et al. 2024): an online softmax over
@@ -85,37 +84,36 @@ def attention(
 
     Args:
         q: ``[B, Sq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D
-            that is a multiple of 8 up to 256 (float8_e4m3fn: of 16 up to 128), and any strides that
-            are multiples of 16 bytes with the last dimension contiguous; ref takes others.
+            that is a multiple of 8 up to 256 (float8_e4m3fn: of 16 up to 128) and strides that are
+            multiples of 16 bytes, with the last dimension contiguous; ref takes all others.
         k: ``[B, Sk, Hk, D]``, the dtype and device of ``q``. Hk divides H: query head h reads head
             h // (H // Hk).
-        v: ``[B, Sk, Hk, Dv]``, the dtype and device of ``k``. The kernels take Dv like D; of
-            float8_e4m3fn it must be D.
-        causal: Whether a query sees no key after its own.
+        v: ``[B, Sk, Hk, Dv]``, the dtype and device of ``k``. The kernels take the same values for
+            Dv as for D; for float8_e4m3fn Dv must equal D.
+        causal: Whether to mask the keys after a query's own.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
             is no limit.
-        scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
+        scale: Factor of the scores, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
-        sinks: ``[H]`` float32: for each head one more score in the softmax's sum, which no value
-            belongs to, neither scaled nor capped; minus infinity is none. For 16 bits; ref takes
-            them with float8_e4m3fn too.
-        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
-            those of the sinks included.
-        q_descale: For float8_e4m3fn only: float32, what ``q`` is multiplied by, one element or one
-            a head of keys, ``[Hk]`` or ``[B, Hk]``, which its heads of queries share. Positive;
-            None is 1.
+        sinks: ``[H]`` float32: for each head an additional score in the softmax's denominator,
+            without a value, neither scaled nor capped; minus infinity means no sink. The kernels
+            take sinks with 16-bit dtypes, ref also with float8_e4m3fn.
+        return_lse: Whether to return each row's log-sum-exp (natural logarithm) too; it includes
+            the sinks.
+        q_descale: For float8_e4m3fn only: factor of ``q``, float32, positive; one element, or one
+            per key head, ``[Hk]`` or ``[B, Hk]``, for the query heads that read it. None is 1.
         k_descale: The same for ``k``.
         v_descale: The same for ``v``.
         out: ``[B, Sq, H, Dv]`` to write to, of the result's dtype and on the device of ``q``. Then
             no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[B, Sq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
         pair of it and of ``[B, H, Sq]``, float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -77,19 +77,19 @@ def decode_attention(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the last few tokens of each sequence over its keys and values in pages.
+    """Attention of the last few tokens of each sequence over a paged KV cache.
 
-    What :func:`tiercel.attention` computes, with key j of sequence b at place ``j % page size`` of
-    page ``page_table[b, j // page size]``. The keys of the queries themselves are in the cache
-    already (:func:`tiercel.kv_cache_write`): query i of Sq stands at key
-    ``seqused_k[b] - Sq + i``. A query that sees no key gets 0, and minus infinity as its ``lse``.
+    Computes :func:`tiercel.attention`, with key j of sequence b at slot ``j % page size`` of page
+    ``page_table[b, j // page size]``. The new tokens' own keys must be in the cache already
+    (:func:`tiercel.kv_cache_write`): query i of Sq is at key position ``seqused_k[b] - Sq + i``. A
+    query that sees no key gets 0, and minus infinity as ``lse``.
 
     Scores, softmax and sums are float32; probabilities are rounded to 16 bits before they multiply
-    values, and the result is rounded once. With a float8 cache the products are of float16: queries
-    are scaled by powers of two, so bfloat16 ones lose nothing.
+    values, and the result is rounded once. With a float8 cache the products are computed in
+    float16: bfloat16 queries are scaled by powers of two, so they lose nothing.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises: lengths
-    stay on the GPU, and how work is split follows from them there.
+    stay on the GPU, where the kernel splits the work by them.
 
     The method is FlashAttention's online softmax with split keys (Flash-Decoding, Dao et al. 2023).
 
@@ -101,32 +101,32 @@ def decode_attention(
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
             are powers of two, 1 included.
         v_cache: The same.
-        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
-            cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
-        seqused_k: ``[B]`` int32, any stride: the keys of each sequence, 0 included, which gives
-            rows of 0; more than the table has room for counts as that, less than 0 as 0.
-        prefix: ``[B]`` int32, any stride: that many first keys are seen by all queries, whatever
-            the causal mask and the window say (prefix-LM; with a window, attention sinks).
-        k_scale: float32, one element or Hk of them: what stored keys are multiplied by; None is 1.
-            For float8 only.
+        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is not a page of
+            the cache counts as its last page; entries for keys from ``seqused_k`` on are ignored.
+        seqused_k: ``[B]`` int32, any stride: the number of keys of each sequence; 0 gives rows of
+            0. A length is clamped to 0 and to the table's capacity.
+        prefix: ``[B]`` int32, any stride: the number of first keys that all queries see, whatever
+            the causal mask and the window (prefix-LM; with a window, attention sinks).
+        k_scale: float32, one element or Hk of them: factor of the stored keys; None is 1. For
+            float8 only.
         v_scale: The same for values.
-        causal: Whether a query sees no key after its own, of those of the prefix apart.
+        causal: Whether to mask the keys after a query's own, except those of the prefix.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
             is no limit.
-        scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
+        scale: Factor of the scores, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
-        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
-            how the work is split, and changes nothing else.
-        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
+        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one. It only affects how
+            the work is split.
+        return_lse: Whether to return each row's log-sum-exp (natural logarithm) too.
         out: ``[B, Sq, H, D]`` to write to, of the dtype and on the device of ``q``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[B, Sq, H, D]``, the dtype of ``q``; with ``return_lse`` a pair of it and of
         ``[B, H, Sq]``, float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

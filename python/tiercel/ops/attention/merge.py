@@ -36,32 +36,32 @@ def merge_attention_states(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the results over each.
+    """Merges the results of attention over two disjoint sets of keys into that over their union.
 
-    For a prefix that sequences share, chunks of a long prompt, keys on several GPUs:
-    ``out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b))`` and ``lse``, the
-    logarithm of the denominator, in float32. Where one of ``lse_a`` and ``lse_b`` is minus
-    infinity (no keys), the other result is taken and what stands in this one does not count; where
-    both are, the result is 0 and minus infinity.
+    For a prefix that sequences share, chunks of a long prompt, or keys on several GPUs: ``out =
+    (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b))`` and ``lse``, the logarithm
+    of the denominator, in float32. Where one of ``lse_a`` and ``lse_b`` is minus infinity (no
+    keys), the other result is taken and this one's contents are ignored; where both are, the result
+    is 0 and minus infinity.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises.
 
     Args:
         out_a: ``[B, S, H, D]``, float32, bfloat16 or float16, as :func:`tiercel.attention` and
-            :func:`tiercel.decode_attention` return it. The precompiled kernels take rows of whole
-            16 bytes and strides that are multiples of 16 bytes.
+            :func:`tiercel.decode_attention` return it. The precompiled kernels take rows and
+            strides that are multiples of 16 bytes.
         lse_a: ``[B, H, S]`` float32, contiguous: natural logarithms.
         out_b: As ``out_a``.
         lse_b: As ``lse_a``.
-        out: ``(out, lse)`` to write to. ``out`` may be ``out_a`` or ``out_b``; ``lse`` has to be
-            memory of its own.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        out: ``(out, lse)`` to write to. ``out`` may be ``out_a`` or ``out_b``; ``lse`` must not
+            overlap the inputs.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(out, lse)``, as ``out_a`` and ``lse_a``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -11,7 +11,7 @@ from tiercel.ops.attention.options import check_options
 
 
 class Attention(torch.nn.Module):
-    """Attention between projections that others make, as :func:`tiercel.attention` computes it.
+    """:func:`tiercel.attention` as a module, to put between projections.
 
     Shape:
         - Inputs: ``q (B, Sq, H, D)``, ``k`` and ``v (B, Sk, Hk, D)``.

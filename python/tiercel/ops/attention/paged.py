@@ -80,77 +80,77 @@ def paged_attention(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the new tokens of each sequence over its keys and values in pages.
+    """Attention of any number of new tokens of each sequence over a paged KV cache.
 
-    A call may hold sequences with no new token, with one (decoding), and with many (prefill, or a
+    A call may mix sequences with no new token, with one (decoding) and with many (prefill, or a
     chunk of it). Sequence b has the queries ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]`` and
-    ``seqused_k[b]`` keys, those of the queries included, which are in the cache already
-    (:func:`tiercel.kv_cache_write`): key j is at place ``j % page size`` of page
-    ``page_table[b, j // page size]``. The last query stands at the last key.
+    ``seqused_k[b]`` keys. These include the new tokens' own keys, which must be in the cache
+    already (:func:`tiercel.kv_cache_write`): key j is at slot ``j % page size`` of page
+    ``page_table[b, j // page size]``. The last query is at the last key.
 
-    A query that sees no key gets 0, and minus infinity as its ``lse``, or its sink. So do rows of
-    ``q`` in no sequence, before the first one or after the last, with minus infinity always: a
-    batch may be padded to the size of a CUDA graph.
+    A query that sees no key gets 0, and as ``lse`` minus infinity, or its head's sink. Rows of
+    ``q`` before the first sequence or after the last one get 0 and minus infinity, so a batch may
+    be padded to the size of a CUDA graph.
 
     Scores, softmax and sums are float32; probabilities are rounded to 16 bits before they multiply
     values, and the result is rounded once, or once more where keys are split among blocks.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises and plans
-    nothing on the host: lengths and pages stay on the GPU, where a replay reads them again. No
-    contents of ``page_table``, ``seqused_k`` and ``cu_seqlens_q`` make a kernel read or write
+    nothing on the host: lengths and pages stay on the GPU, and a graph's replay reads them again.
+    No contents of ``page_table``, ``seqused_k`` and ``cu_seqlens_q`` make a kernel read or write
     outside of the tensors.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16 or float16; ref takes float8_e4m3fn too. The precompiled kernels
-            take D that is a multiple of 8 up to 512, and are fastest with 64 and 128; from 264 on,
-            tiles have 512 columns. They take any strides that are multiples of 16 bytes with the
-            last dimension contiguous, here and below.
+            take D that is a multiple of 8 up to 512, and are fastest with 64 and 128; above 256 any
+            D costs as much as 512. Strides, here and below, must be multiples of 16 bytes, with the
+            last dimension contiguous.
         k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn. Hk divides H:
-            query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
-            are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
-            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64 and D at most
-            256, or D is a multiple of 16 up to 128.
+            query head h reads head h // (H // Hk). The precompiled kernels take page sizes that are
+            powers of two, 1 included, a page stride that is a multiple of the row stride, up to 64
+            query heads per key head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64 and
+            D at most 256, or D is a multiple of 16 up to 128.
         v_cache: The same.
-        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
-            cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
-        seqused_k: ``[B]`` int32, any stride: the keys of each sequence; more than the table has
-            room for counts as that, less than 0 as 0.
-        cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start in ``q``, and at last
-            where the last one ends. It must not decrease.
-        max_seqlen_q: The largest number of queries of a sequence, or more. It chooses the kernels;
-            of a sequence with more queries, some rows may be 0.
-        causal: Whether a query sees no key after its own.
+        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is not a page of
+            the cache counts as its last page; entries for keys from ``seqused_k`` on are ignored.
+        seqused_k: ``[B]`` int32, any stride: the number of keys of each sequence, clamped to 0 and
+            to the table's capacity.
+        cu_seqlens_q: ``[B + 1]`` int32, any stride: where each sequence starts in ``q``, then where
+            the last one ends. It must not decrease.
+        max_seqlen_q: An upper bound of the number of queries of a sequence; it selects the kernels.
+            In a sequence with more queries, some rows may be 0.
+        causal: Whether to mask the keys after a query's own.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
             is no limit.
-        scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
+        scale: Factor of the scores, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
-        sinks: ``[H]`` float32: for each head one more score in the softmax's sum, which no value
-            belongs to, neither scaled nor capped; minus infinity is none.
-        k_scale: float32, one element or Hk of them: what stored keys are multiplied by; None is 1.
-            For a float8 cache only.
+        sinks: ``[H]`` float32: for each head an additional score in the softmax's denominator,
+            without a value, neither scaled nor capped; minus infinity means no sink.
+        k_scale: float32, one element or Hk of them: factor of the stored keys; None is 1. For a
+            float8 cache only.
         v_scale: The same for values.
-        q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
-        tree_mask: ``[Tq]`` int64, any stride: for drafts that are trees. Bit j of a row's word says
-            that the query sees new token j of its sequence; it sees all keys before the new tokens,
-            and no others. ``max_seqlen_q`` is then at most 64 and ``causal`` True. A window holds
-            the last ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does
-            not have do not count. The op's page makes one of :func:`tiercel.verify_draft`'s
-            ``parents``.
-        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
-            how keys are split among blocks, and says how much memory 16-bit copies of a float8
-            cache take. With one that is too small, further keys of a float8 cache may not count,
-            and in the batch-invariant mode bits may depend on it.
-        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
-            those of the sinks included.
+        q_scale: float32, one element: factor of float8 queries; None is 1.
+        tree_mask: ``[Tq]`` int64, any stride: for drafts that are trees. Bit j of a row says
+            whether the query sees new token j of its sequence; it sees all keys before the new
+            tokens. ``max_seqlen_q`` must be at most 64 and ``causal`` True. A window holds the last
+            ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does not have
+            are ignored. The op's page shows how to compute the mask from the ``parents`` of
+            :func:`tiercel.verify_draft`.
+        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one. It affects how keys
+            are split among blocks, and how much memory 16-bit copies of a float8 cache take. If it
+            is too small, keys of a float8 cache beyond it may be left out, and in the
+            batch-invariant mode bits may depend on it.
+        return_lse: Whether to return each row's log-sum-exp (natural logarithm) too; it includes
+            the sinks.
         out: ``[Tq, H, D]`` to write to, of the dtype and on the device of the result.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of it
         and of ``[H, Tq]``, float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -109,8 +109,8 @@ ATTENTION, ATTENTION_LSE = _with_lse(
         _SINKS,
         results=_results("B Sq H Dv", "B H Sq"),
         check=_check_attention,
-        limits="head dimensions that are multiples of 8 up to 256 (float8: one, of 16 up to 128, "
-        "no sinks), strides on 16 bytes",
+        limits="D and Dv multiples of 8 up to 256 (float8: D = Dv, a multiple of 16 up to 128, "
+        "no sinks), 16-byte aligned strides",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -133,8 +133,7 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         _SINKS,
         results=_results("Tq H Dv", "H Tq"),
         check=_check_varlen,
-        limits="head dimensions that are multiples of 8 up to 256 (float8: one, of 16 up to 128, "
-        "no sinks), softcap of bfloat16 only",
+        limits="as `attention`; softcap only in bfloat16",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -205,7 +204,8 @@ DECODE_ATTENTION, DECODE_ATTENTION_LSE = _with_lse(
         Int("max_seqused_k", None, optional=True, varies=True),
         results=_results("B Sq H D", "B H Sq"),
         check=_check_decode,
-        limits="page sizes that are powers of two, head dimension a multiple of 8 up to 256",
+        limits="page sizes that are powers of two, D a multiple of 8 up to 256 (float8 cache: "
+        "of 16)",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -264,9 +264,9 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         Int("max_seqused_k", None, optional=True, varies=True),
         results=_results("Tq H D", "H Tq"),
         check=_check_paged,
-        limits="page sizes that are powers of two, head dimension a multiple of 8 up to 512 "
-        "(float8 caches: up to 256; float8 with many new tokens: of 16 up to 128), up to "
-        "64 query heads a key head",
+        limits="page sizes that are powers of two, D a multiple of 8 up to 512 (float8 cache: up "
+        "to 256, with many new tokens a multiple of 16 up to 128), up to 64 query heads per "
+        "key head",
         numerics=Numerics(
             2**-8,
             of="terms",

@@ -95,59 +95,59 @@ def attention_varlen(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`tiercel.attention` of sequences of several lengths, without padding between them.
+    """:func:`tiercel.attention` of packed sequences of different lengths, without padding.
 
     Sequence i has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and keys and values
-    likewise; masks are aligned with its last query and its last key. Rows of ``q`` in no sequence,
-    before the first one or after the last, are like queries that see no key: their results and
-    gradients are 0, and minus infinity as logarithms, with sinks too.
+    likewise; masks are aligned to its last query and its last key. Rows of ``q`` before the first
+    sequence or after the last one get results and gradients of 0, and minus infinity as ``lse``,
+    with sinks too.
 
     No contents of ``cu_seqlens_q`` and ``cu_seqlens_k`` make a kernel read or write outside of the
-    tensors: starts below 0 count as 0 and those beyond the last row as its end, and a sequence that
-    ends before it starts is empty. Where starts decrease, which results the rows of several
-    sequences get is not specified, nor what those between hold.
+    tensors: starts are clamped to the tensor's rows, and a sequence that ends before it starts is
+    empty. Where starts decrease, the results of rows in several sequences, and of rows between
+    them, are unspecified.
 
-    float8_e4m3fn tensors are as for :func:`tiercel.attention`, with bfloat16 results and without
+    float8_e4m3fn works as for :func:`tiercel.attention`, with bfloat16 results and without
     gradients.
 
     Differentiable in ``q``, ``k``, ``v`` and ``sinks``: for D and Dv that are multiples of 8 up to
-    256 the backward has kernels of its own, in an order that :func:`tiercel.attention` says;
-    otherwise it has all scores of a sequence in memory, and waits for the GPU to know its length.
-    The kernels never do, forward or backward: a CUDA graph may hold both, and is right for other
-    sequences in the same tensors.
+    256 the backward has its own kernels, with the order of sums that :func:`tiercel.attention`
+    describes; otherwise it stores all scores of a sequence, and waits for the GPU to learn its
+    length. The kernels never wait: a CUDA graph may hold forward and backward, and replays for
+    other sequences in the same tensors.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
-            256 that is a multiple of 8 (float8_e4m3fn: up to 128, of 16, and no sinks), and softcap
-            of bfloat16; ref takes others.
+            256 that is a multiple of 8 (float8_e4m3fn: a multiple of 16 up to 128, no sinks), and
+            softcap in bfloat16; ref takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
-        v: ``[Tk, Hk, Dv]``, the dtype and device of ``k``. The kernels take Dv like D; of
-            float8_e4m3fn it must be D.
-        cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start, and at last where the
-            last one ends. It stays on the GPU and must not decrease.
+        v: ``[Tk, Hk, Dv]``, the dtype and device of ``k``. The kernels take the same values for Dv
+            as for D; for float8_e4m3fn Dv must equal D.
+        cu_seqlens_q: ``[B + 1]`` int32, any stride: where each sequence starts, then where the last
+            one ends. It stays on the GPU and must not decrease.
         cu_seqlens_k: ``[B + 1]`` int32, the same for keys.
-        max_seqlen_q: The largest number of queries of a sequence, or more. The queries that a
-            longer sequence has beyond it may be left out, like rows in no sequence.
-        max_seqlen_k: The largest number of keys of a sequence, or more; 0 means that there are
-            none.
+        max_seqlen_q: An upper bound of the number of queries of a sequence. Queries of a longer
+            sequence beyond it may be treated as padding.
+        max_seqlen_k: An upper bound of the number of keys of a sequence; 0 means that no sequence
+            has any.
         causal: As for :func:`tiercel.attention`, and the following too.
         window: ``(left, right)``.
-        scale: What scores are multiplied by.
+        scale: Factor of the scores.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
-        sinks: ``[H]`` float32: one more score of each head in the softmax's sum.
+        sinks: ``[H]`` float32: an additional score of each head in the softmax's denominator.
         return_lse: Whether to return the logarithms of the rows' sums too.
         q_descale: For float8_e4m3fn only: float32, what ``q`` is multiplied by, one element or one
             a head of keys, ``[Hk]`` or ``[B, Hk]``; None is 1.
         k_descale: The same for ``k``.
         v_descale: The same for ``v``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[Tq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
         pair of it and of ``[H, Tq]``, float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

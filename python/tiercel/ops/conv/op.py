@@ -106,7 +106,7 @@ def causal_conv1d(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Convolves each channel of sequences with a short filter that sees no later token.
+    """Convolves each channel of sequences with a short causal filter.
 
     ``out[t] = activation(bias + sum_j weight[:, W - 1 - j] * x[t - j])`` for j below W, with zeros
     before a sequence. Arithmetic is float32, and results are rounded once.
@@ -118,20 +118,20 @@ def causal_conv1d(
     Args:
         x: ``[..., T, D]``, sequences of T tokens, or with ``cu_seqlens`` ``[1, T, D]`` or
             ``[T, D]``; float32, bfloat16 or float16. The precompiled kernels take D that is a
-            multiple of 4, on as many elements; fastest with tokens at one distance.
+            multiple of 4, aligned to four elements; fastest with a single token stride.
         weight: ``[D, W]``, contiguous, of the dtype of ``x``; W is 2, 3 or 4.
         bias: ``[D]``, the same, or None.
         activation: ``"silu"`` or None.
-        cu_seqlens: ``[N + 1]`` int32, any stride: where sequences start, and at last where the last
+        cu_seqlens: ``[N + 1]`` int32, any stride: where each sequence starts, then where the last
             one ends. It stays on the GPU and must not decrease. Rows in no sequence give 0.
-        out: What to write to, of the shape, dtype and device of ``x``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        out: Tensor to write to, of the shape, dtype and device of ``x``.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
@@ -182,10 +182,10 @@ def causal_conv1d_update(
     activation: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`tiercel.causal_conv1d` of sequences that go on: prompts in parts, and decode steps.
+    """:func:`tiercel.causal_conv1d` with a pool of states, for chunked prompts and decode steps.
 
-    A sequence's state is its last W - 1 inputs, the newest one last. It stands before the first
-    token, and the last inputs take its place. A sequence without tokens leaves its state.
+    A sequence's state is its last W - 1 inputs, the newest one last. It precedes the first token,
+    and is replaced by the last inputs. A sequence without tokens keeps its state.
 
     There is no derivative: it is for inference. Works under torch.compile and in CUDA graphs; it
     never synchronises.
@@ -194,25 +194,25 @@ def causal_conv1d_update(
         x: ``[B, T, D]``, T tokens of each sequence, or with ``cu_seqlens`` ``[1, T, D]``; otherwise
             as for :func:`tiercel.causal_conv1d`.
         states: ``[slots, W - 1, D]`` of the dtype of ``x``, written to: a pool. The precompiled
-            kernels take contiguous states on four elements, at any distance.
+            kernels take contiguous states aligned to four elements, with any slot stride.
         weight: ``[D, W]``, contiguous, of the dtype of ``x``; W is 2, 3 or 4.
-        out: What to write results to, of the shape, dtype and device of ``x``; not ``x``. The
-            precompiled kernels take rows at one distance, on four elements.
+        out: Tensor to write results to, of the shape, dtype and device of ``x``; not ``x``. The
+            precompiled kernels take a single row stride, aligned to four elements.
         bias: ``[D]`` as ``weight``, or None.
-        state_indices: ``[N]`` int32, contiguous: the sequences' states, no two the same; None:
-            sequence i has state i. -1, and whatever else is no place in the pool, stands for zeros
-            that are not kept.
+        state_indices: ``[N]`` int32, contiguous: each sequence's slot, all different; None:
+            sequence i has slot i. -1, or any other invalid slot, means a state of zeros that is not
+            kept.
         has_state: ``[N]`` bool, contiguous: where it is False the sequence begins with zeros,
             whatever its state holds. None: all have a state.
         cu_seqlens: ``[N + 1]`` int32, as for :func:`tiercel.causal_conv1d`.
         activation: ``"silu"`` or None.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(states, out)``, the arguments.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a

@@ -79,24 +79,24 @@ def gated_rms_norm(
 
     ``out = x / sqrt(mean(x**2) + eps) * weight * gate * sigmoid(gate)``, in float32, rounded once.
 
-    Differentiable in ``x``, ``gate`` and ``weight``, except with ``out``; the derivative is in
+    Differentiable in ``x``, ``gate`` and ``weight``, except with ``out``; the backward runs in
     plain PyTorch. Works under torch.compile and torch.export, and in CUDA graphs; it never
     synchronises.
 
     Args:
         x: ``[..., N]``, bfloat16 or float16. The precompiled kernels take N that is a multiple of 8
-            up to 1024, and rows on 16 bytes; fastest with all rows at one distance.
+            up to 1024, and rows aligned to 16 bytes; fastest with a single row stride.
         gate: Of the shape and dtype of ``x``.
         weight: ``[N]``, contiguous, of the dtype of ``x`` or float32.
         eps: Added to the mean of the squares; not negative.
         out: What to write to, contiguous, of the shape, dtype and device of ``x``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

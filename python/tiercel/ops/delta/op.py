@@ -70,43 +70,43 @@ def gated_delta_rule_decode(
 ) -> tuple[Tensor, Tensor]:
     """A decode step of linear attention by the gated delta rule, with states in a pool.
 
-    For each head of values, a token after the other: ``S = exp(g) * S``, by rows where ``g`` has a
-    gate for each channel of the keys; ``S += k (beta * (v - k^T S))^T``; ``out = scale * q^T S``.
-    That is gated DeltaNet (Yang et al., 2024, arXiv:2412.06464) with one gate per head, and Kimi
-    Delta Attention with one per channel. Arithmetic is float32. A state is read once and written
-    once, or once for each token.
+    For each value head, token by token: ``S = exp(g) * S``, row by row where ``g`` has a gate per
+    key channel; ``S += k (beta * (v - k^T S))^T``; ``out = scale * q^T S``. That is gated DeltaNet
+    (Yang et al., 2024, arXiv:2412.06464) with one gate per head, and Kimi Delta Attention with one
+    per channel. Arithmetic is float32. A state is read once, and written once or, with ``[B, T]``
+    slots, once per token.
 
     There is no derivative: it is for inference. Works under torch.compile and in CUDA graphs; it
     never synchronises.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16; T is 1, or several for speculative tokens. The
-            precompiled kernels take K of 64 or 128, and strides of 16 bytes with a contiguous last
-            dimension.
+            precompiled kernels take K of 64 or 128, and strides that are multiples of 16 bytes,
+            with a contiguous last dimension.
         k: The same.
-        v: ``[B, T, Hv, V]``, the same; Hv is a multiple of Hk, and head i has the keys of head
+        v: ``[B, T, Hv, V]``, the same; Hv is a multiple of Hk, and value head i reads key head
             ``i // (Hv // Hk)``. The precompiled kernels take V that is a multiple of 32.
         g: ``[B, T, Hv]`` or ``[B, T, Hv, K]`` float32: logarithms of the decays.
         beta: ``[B, T, Hv]``, float32 or the dtype of ``q``.
         states: ``[slots, Hv, K, V]``, float32 or bfloat16, written to. The precompiled kernels take
-            contiguous states at any distance.
-        out: What to write results to, of the shape, dtype and device of ``v``, with strides such as
-            ``q`` may have.
-        state_indices: int32, contiguous, no two the same. ``[B]``: the slot of each sequence's
-            state; None: sequence i has slot i. ``[B, T]``: the slots that the states after each
-            token go to; a sequence begins with that of its column ``accepted - 1``. -1, and
-            whatever else is no slot, stands for zeros that are not kept.
+            contiguous states with any slot stride.
+        out: Tensor to write results to, of the shape, dtype and device of ``v``, with strides as
+            for ``q``.
+        state_indices: int32, contiguous, all different. ``[B]``: the slot of each sequence's state;
+            None: sequence i has slot i. ``[B, T]``: the slots of the states after each token; a
+            sequence begins with the state in its column ``accepted - 1``. -1, or any other invalid
+            slot, means a state of zeros that is not kept.
         accepted: ``[B]`` int32, contiguous: with ``[B, T]`` slots, how many tokens of the step
-            before were kept. Numbers outside of 1 to T count as the nearest; None: 1.
-        scale: What queries are multiplied by; None: ``K ** -0.5``.
-        qk_l2norm: Divide the heads of ``q`` and ``k`` by their lengths first.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+            before were kept. Clamped to 1 and T; None: 1.
+        scale: Factor of the queries; None: ``K ** -0.5``.
+        qk_l2norm: Divide the heads of ``q`` and ``k`` by their L2 norms first.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(states, out)``, the arguments.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
@@ -244,34 +244,35 @@ def gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention by the gated delta rule over prompts.
 
-    The recurrence of :func:`tiercel.gated_delta_rule_decode`, for all tokens of each sequence, in
-    chunks of 64 tokens on tensor cores. Few long sequences are divided over the GPU. States are
-    float32; their copies that enter products, what tokens write and the matrices of a chunk are
-    rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
+    Computes the recurrence of :func:`tiercel.gated_delta_rule_decode` for all tokens of each
+    sequence, in chunks of 64 tokens on tensor cores. Few long sequences are split over the GPU.
+    States are float32; the operands of products (copies of states, the tokens' updates and the
+    matrices of a chunk) are rounded to the dtype of ``q``. With float16, no element of a state may
+    exceed 65504.
 
     Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
-    and final states; gradients are reproducible. States are computed again for them. Works under
-    torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
+    and final states; gradients are reproducible. The backward recomputes the states. Works under
+    torch.compile and in CUDA graphs; it never synchronises, except for gradients on ``ref`` with
     ``cu_seqlens``.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and
-            strides of 16 bytes with a contiguous last dimension.
+            strides that are multiples of 16 bytes, with a contiguous last dimension.
         k: The same.
-        v: ``[B, T, Hv, V]``, the same; Hv is a multiple of Hk, and head i has the keys of head
+        v: ``[B, T, Hv, V]``, the same; Hv is a multiple of Hk, and value head i reads key head
             ``i // (Hv // Hk)``. The precompiled kernels take V that is a multiple of 16.
-        g: ``[B, T, Hv]`` or ``[B, T, Hv, K]`` float32: logarithms of the decays. In the precompiled
-            kernels they count as -100 below that.
+        g: ``[B, T, Hv]`` or ``[B, T, Hv, K]`` float32: logarithms of the decays. The precompiled
+            kernels clamp them to -100.
         beta: ``[B, T, Hv]``, float32 or the dtype of ``q``.
-        scale: What queries are multiplied by; None: ``K ** -0.5``.
-        initial_state: ``[N, Hv, K, V]`` float32, contiguous: what each sequence begins with; None:
+        scale: Factor of the queries; None: ``K ** -0.5``.
+        initial_state: ``[N, Hv, K, V]`` float32, contiguous: each sequence's first state; None:
             zeros. N is B, or with ``cu_seqlens`` the number of sequences.
         output_final_state: Whether to return the states after the last tokens too.
-        cu_seqlens: ``[N + 1]`` int32, any stride: where sequences start, and at last where the last
+        cu_seqlens: ``[N + 1]`` int32, any stride: where each sequence starts, then where the last
             one ends; B is 1 then. It stays on the GPU and must not decrease. Tokens in no sequence
             give 0.
-        qk_l2norm: Divide the heads of ``q`` and ``k`` by their lengths first.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        qk_l2norm: Divide the heads of ``q`` and ``k`` by their L2 norms first.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[B, T, Hv, V]`` of the dtype of ``v``; with ``output_final_state`` a pair of it and the

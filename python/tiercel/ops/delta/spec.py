@@ -54,7 +54,7 @@ GATED_DELTA_RULE_DECODE = Spec(
     Tensor("accepted", "B", "int32", optional=True),
     *_OPTIONS,
     check=_check_decode,
-    limits="K 64 or 128, V a multiple of 32, heads on 16 bytes",
+    limits="K 64 or 128, V a multiple of 32, 16-byte aligned heads",
     numerics=Numerics(
         4e-6, of="terms", sums="float32: over K, lanes in a fixed order; tokens in order"
     ),
@@ -101,7 +101,7 @@ GATED_DELTA_RULE = WITH_STATE.changed(
     public="gated_delta_rule",
     gradient_of="",
     results=[_OUT],
-    limits="K 64 or 128, V a multiple of 16, heads on 16 bytes",
+    limits="K 64 or 128, V a multiple of 16, 16-byte aligned heads",
     numerics=Numerics(
         2**-6,
         of="terms",
@@ -148,6 +148,6 @@ GATED_RMS_NORM = Spec(
     Float("eps", 1e-6, at_least=0),
     # Rounded once, by 2**-9 for bfloat16.
     results=[Tensor("out", "... N", "x", rtol=8e-3, atol=1e-5)],
-    limits="rows of a multiple of 8 elements up to 1024",
+    limits="N a multiple of 8 up to 1024",
     numerics=Numerics(4e-6, of="terms", sums="float32: a lane's elements, then lanes"),
 )

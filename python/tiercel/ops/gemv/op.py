@@ -42,10 +42,10 @@ def nvfp4_gemv(
 ) -> Tensor:
     """Matrix times vector, both in NVFP4: ``c[m, 0, l]`` is the sum of ``a[m, k, l] * b[0, k, l]``.
 
-    The seven tensors are those of the block-scaled matrix products of newer GPUs, so that the same
-    data goes to either: call it as ``tiercel.nvfp4_gemv(*data)``. **k counts values; two lie in one
-    byte, so a tensor's shape shows k / 2**, as torch's dtype has it. The first of the two is in the
-    byte's low half. A value is its e2m1 number times its group's e4m3 scale, of 16 along k.
+    The seven tensors are those that block-scaled matrix products of newer GPUs take: call it as
+    ``tiercel.nvfp4_gemv(*data)``. **k counts values; a byte holds two, so a tensor's shape has k /
+    2**, as torch's dtype does. The first of the two is in the byte's low half. A value is its e2m1
+    number times the e4m3 scale of its group of 16 along k.
 
     Within a group sums are exact; over groups they are float32, and the result is rounded once.
 
@@ -54,24 +54,25 @@ def nvfp4_gemv(
 
     Args:
         a: ``[m, k / 2, l]`` float4_e2m1fn_x2; k is a multiple of 16. The precompiled kernel takes k
-            that is a multiple of 32, values that are neighbours along k, and rows and batches at
+            that is a multiple of 32, tensors contiguous along k, and row and batch strides that are
             multiples of 16 bytes; ref takes others.
-        b: ``[1, k / 2, l]`` float4_e2m1fn_x2, on the device of ``a``, as are those below but for:
-        scale_a: ``[m, k / 16, l]`` float8_e4m3fn, on the CPU. What ref multiplies by.
+        b: ``[1, k / 2, l]`` float4_e2m1fn_x2, on the device of ``a``, like all tensors below except
+            the next two.
+        scale_a: ``[m, k / 16, l]`` float8_e4m3fn, on the CPU; used by ref.
         scale_b: ``[1, k / 16, l]``, the same.
         scale_a_permuted: The same scales as ``scale_a``, on the GPU, as
             ``[32, 4, ceil(m / 128), 4, ceil(k / 64), l]`` with strides
-            ``[16, 4, 512 ceil(k / 64), 1, 512, ...]``: atoms of 128 rows by 4 groups, in 512 bytes.
-            What the kernel multiplies by. :func:`tiercel.ref.gemv.permute_scales` makes it.
+            ``[16, 4, 512 ceil(k / 64), 1, 512, ...]``: atoms of 128 rows by 4 groups, in 512 bytes;
+            used by the kernel. :func:`tiercel.ref.gemv.permute_scales` makes it.
         scale_b_permuted: The same of ``scale_b``, ``[32, 4, 1, 4, ceil(k / 64), l]``.
         c: ``[m, 1, l]`` float16, any strides: written, and returned.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``c``.
 
     Raises:
-        TypeError: A dtype is not the one above, or an argument is no tensor.
+        TypeError: A dtype is not the one above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
@@ -111,30 +112,30 @@ def nvfp4_linear(
 ) -> Tensor:
     """A linear layer with NVFP4 weights: ``x @ dequantised(weight).T``.
 
-    :func:`tiercel.w4_linear` has it with other formats, a bias and an activation.
+    :func:`tiercel.w4_linear` also takes other formats, a bias and an activation.
 
-    Weights times scales are exact, as are products with ``x`` (of a single token, within 2**31 of
-    the largest magnitude of 256 neighbours; what is smaller still loses its last bits); sums are
-    float32, and the result is rounded once.
+    Weights times scales are exact, as are products with ``x`` (for a single token, only those
+    within a factor of 2**31 of the largest of 256 consecutive ones; smaller ones lose their last
+    bits); sums are float32, and the result is rounded once.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
-        x: ``[T, K]`` bfloat16. The precompiled kernels take K that is a multiple of 64 and rows at
-            any distance that is a multiple of 16 bytes; ref takes others.
-        weight: ``[N, K / 2]`` float4_e2m1fn_x2, two values a byte, the first in its low half, as
+        x: ``[T, K]`` bfloat16. The precompiled kernels take K that is a multiple of 64 and row
+            strides that are multiples of 16 bytes; ref takes others.
+        weight: ``[N, K / 2]`` float4_e2m1fn_x2, two values per byte, the first in its low half, as
             from :func:`tiercel.nvfp4_quantize`; on the device of ``x``.
-        scale: ``[N, K / 16]`` float8_e4m3fn, one of 16 values.
+        scale: ``[N, K / 16]`` float8_e4m3fn, one per 16 values.
         global_scale: ``[1]`` float32; None is 1.
         out: ``[T, N]`` bfloat16 to write to, contiguous.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, N]`` bfloat16.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this size.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
@@ -195,9 +196,9 @@ def w4_linear(
 ) -> Tensor:
     """A linear layer with 4-bit weights: ``act(x @ dequantised(weight).T + bias)``.
 
-    Weights are as MXFP4 and NVFP4 checkpoints have them, two values a byte, the first in its low
-    half; :func:`tiercel.ref.gemv.pack_w4` makes this of the layouts of other checkpoints. A
-    weight's value is its 4-bit number times its group's scale, and times ``global_scale``:
+    Weights have the layout of MXFP4 and NVFP4 checkpoints, two values per byte, the first in its
+    low half; :func:`tiercel.ref.gemv.pack_w4` converts the layouts of other checkpoints. A weight's
+    value is its 4-bit number times its group's scale, and times ``global_scale``:
 
     ========  =======================  ====================================================
     format    number                   scale
@@ -211,11 +212,11 @@ def w4_linear(
     the dtype of ``x``, except for a single token of bfloat16. Sums are float32, and the result is
     rounded once.
 
-    With ``x_scale``, activations are float8, and products run at the tensor cores' rate for it.
-    Numbers of mxfp4 and int4 fit float8 exactly; nvfp4's scales of 16 values do not go with it.
-    Tensor cores add float8 products with some 13 bits behind the point of the sum: of a whole row
-    with mxfp4, of a group with int4, whose scales then multiply float32 sums. Scales of mxfp4 that
-    are more than 2**14 below the largest of their row lose bits in the same way.
+    With ``x_scale``, activations are float8 and products run at the tensor cores' float8 rate. The
+    numbers of mxfp4 and int4 are exact in float8; nvfp4, with scales of 16 values, is not
+    supported. Tensor cores accumulate float8 products with about 13 fraction bits: over a whole row
+    with mxfp4, over a group with int4, whose scales then multiply float32 sums. Groups of mxfp4
+    whose scale is more than a factor of 2**14 below the largest in the row lose bits too.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
@@ -223,27 +224,26 @@ def w4_linear(
     Args:
         x: ``[T, K]`` bfloat16 or float16, or float8_e4m3fn with ``x_scale``, as
             :func:`tiercel.fp8_quantize` makes it. The precompiled kernels take K that is a multiple
-            of 64 and rows at any distance that is a multiple of 16 bytes, and MXFP4 not with
-            float16; ref takes others.
+            of 64 and row strides that are multiples of 16 bytes, but not MXFP4 with float16; ref
+            takes others.
         weight: ``[N, K / 2]`` uint8 or float4_e2m1fn_x2, on the device of ``x``.
         scale: The scales of groups along K, see above.
         format: ``"mxfp4"``, ``"nvfp4"`` or ``"int4"``.
-        zero_point: Of int4: as ``scale``, whole numbers from 0 to 15; None is 8.
+        zero_point: For int4: shaped like ``scale``, whole numbers from 0 to 15; None is 8.
         global_scale: ``[1]`` float32; None is 1.
         bias: ``[N]`` of the result's dtype, contiguous, or None.
         activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or
             ``"relu_squared"``.
-        x_scale: float32, contiguous: what the values of a float8 ``x`` are multiplied by, one
-            number or one for each of its rows, in any shape of so many elements. int4's scale is
-            then bfloat16 or float16.
+        x_scale: Factor of a float8 ``x``: float32, contiguous, one element or one per row, in any
+            shape. The scale of int4 is then bfloat16 or float16.
         out: ``[T, N]`` of the result's dtype to write to, contiguous.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, N]`` of x's dtype, or bfloat16 with ``x_scale``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such format, activation
             or backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this size.

@@ -32,10 +32,10 @@ def pack_w4(
     zero_point: Tensor | None = None,
     global_scale: Tensor | None = None,
 ) -> W4Weight:
-    """Weights of a checkpoint as :func:`tiercel.w4_linear` takes them, on their device.
+    """Converts a checkpoint's weights, on their device, to the layout of :func:`tiercel.w4_linear`.
 
-    Layouts that need no change are only viewed: gpt_oss, modelopt and, without its zero
-    points, compressed_tensors. Weights of gptq with an order of K (``desc_act``) are not supported.
+    gpt_oss, modelopt and compressed_tensors (without its zero points) are views, not copies. gptq
+    with reordered K (``desc_act``) is not supported.
 
     ==================  =====================  ==================  ===================
     layout              weight                 scale               zero_point

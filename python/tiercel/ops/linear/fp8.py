@@ -84,33 +84,33 @@ def fp8_linear(
 ) -> Tensor:
     """A linear layer of float8 operands: ``act(x_scale * (x @ weight.T) * weight_scale + bias)``.
 
-    Products are summed by the tensor cores, which keep some 13 bits behind the point of the sum:
-    about what rounding to bfloat16 costs is lost at K = 4096. With scales of blocks that holds for
-    each 128 of K alone: their products are scaled and added to float32 sums. Scales, bias and
-    activation are float32, and the result is rounded once. There is no gradient. Works under
-    torch.compile and torch.export, and in CUDA graphs; it never synchronises.
+    The tensor cores accumulate products with about 13 fraction bits: at K = 4096 the error is about
+    that of rounding to bfloat16. With block scales they accumulate only 128 of K, which are then
+    scaled and added to float32 sums. Scales, bias and activation are float32, and the result is
+    rounded once. There is no gradient. Works under torch.compile and torch.export, and in CUDA
+    graphs; it never synchronises.
 
     Args:
         x: ``[..., K]``, float8_e4m3fn, as :func:`tiercel.fp8_quantize` makes it. Without
             ``x_scale`` bfloat16 or float16, which that function quantises first ("1x128").
         weight: ``[N, K]``, float8_e4m3fn, on the device of ``x``. The precompiled kernels take K
             that is a multiple of 16 and N that is a multiple of 8; ref takes others.
-        x_scale: float32: what the values of ``x`` are multiplied by, one number or one for each of
-            its rows, in any shape of so many elements; or one for each 128 of a row,
-            ``[..., ceil(K / 128)]`` with any strides. None: ``x`` is to be quantised.
-        weight_scale: float32: one number or one for each row of ``weight``, in any shape; or one
-            for each 128x128 values, ``[ceil(N / 128), ceil(K / 128)]``, where ``x_scale`` has one
-            for each 128 of a row.
+        x_scale: Factor of ``x``, float32: one element or one per row, in any shape; or one per 128
+            elements of a row, ``[..., ceil(K / 128)]`` with any strides. None: ``x`` is quantised
+            first.
+        weight_scale: Factor of ``weight``, float32: one element or one per row, in any shape; or
+            one per 128x128 block, ``[ceil(N / 128), ceil(K / 128)]``, if ``x_scale`` has one per
+            128 elements of a row.
         bias: ``[N]``, bfloat16, or None.
         activation: ``"none"``, ``"silu"``, ``"gelu"`` (by the error function) or ``"gelu_tanh"``.
         out: ``[..., N]`` to write to, contiguous, bfloat16.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, bfloat16.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such activation or
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.

@@ -87,36 +87,35 @@ def fp8_linear_weight_grad(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The gradient of a linear layer's weight from float8: ``grad @ x.T`` of the transposes.
+    """The gradient of a linear layer's weight in float8: ``grad @ x.T``, both given transposed.
 
-    The sum is over tokens, along which both operands have neighbours and a scale for each 128:
-    :func:`tiercel.fp8_quantize_transpose` makes them. As in :func:`tiercel.fp8_linear` the tensor
-    cores sum the products of 128 tokens; those are scaled and added in float32.
+    The sum is over tokens. Both operands are contiguous along tokens and have a scale per 128 of
+    them: :func:`tiercel.fp8_quantize_transpose` makes them. As in :func:`tiercel.fp8_linear` the
+    tensor cores sum the products of 128 tokens, which are then scaled and added in float32.
 
-    With ``total`` the products are added to what is there, without a tensor in between: gradients
-    of several micro-batches add up in float32. There is no derivative. Works under torch.compile
-    and in CUDA graphs; it never synchronises.
+    With ``total`` the products are added to it in place, so that gradients of several micro-batches
+    accumulate in float32. There is no derivative. Works under torch.compile and in CUDA graphs; it
+    never synchronises.
 
     Args:
         grad: ``[N, P]``, float8_e4m3fn: the gradient of the layer's result, transposed. The
-            precompiled kernels take P that is a multiple of 16 and rows at any distance that is;
-            ref takes others.
+            precompiled kernels take P and a row stride that are multiples of 16; ref takes others.
         x: ``[K, P]``, float8_e4m3fn, on the device of ``grad``: the layer's input, transposed. The
             kernels take K that is a multiple of 8.
-        grad_scale: ``[ceil(P / 128), N]``, float32, with any strides: what each 128 of a row of
-            ``grad`` are multiplied by.
-        x_scale: ``[ceil(P / 128), K]``, the same of ``x``.
+        grad_scale: ``[ceil(P / 128), N]``, float32, with any strides: factor of each 128 elements
+            of a row of ``grad``.
+        x_scale: ``[ceil(P / 128), K]``, the same for ``x``.
         dtype: Of the result, ``torch.bfloat16`` or ``torch.float32``.
-        total: ``[N, K]`` float32, contiguous, that the products are added to, or None. Then
-            ``dtype`` does not count.
-        out: ``[N, K]`` to write to, contiguous, bfloat16 or float32; then ``dtype`` does not count.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        total: ``[N, K]`` float32, contiguous, to which the products are added; or None. ``dtype``
+            is then ignored.
+        out: ``[N, K]`` to write to, contiguous, bfloat16 or float32; ``dtype`` is then ignored.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[N, K]``: ``total``, or a tensor of ``dtype``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, both ``total`` and ``out`` are given, or
             there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -274,36 +273,36 @@ def fp8_linear_training(
     weight_grad: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """A linear layer that is trained with float8 products: ``x @ weight.T + bias``.
+    """A linear layer for training with float8 products: ``x @ weight.T + bias``.
 
     The recipe of DeepSeek-V3 (arXiv:2412.19437): activations and gradients are quantised to e4m3
-    with a scale for each 1x128 values, the weight with one for each 128x128, and the layer's three
-    products are those of float8 operands, summed in float32. The weight itself stays bfloat16 or
-    float32, and is quantised at each call. The backward keeps the quantised input, half the size of
-    ``x``, and the weight.
+    with a scale per 1x128 values, the weight with one per 128x128, and the layer's three products
+    have float8 operands and float32 sums. The weight itself stays bfloat16 or float32, and is
+    quantised at each call. The backward keeps the quantised input, half the size of ``x``, and the
+    weight.
 
-    Differentiable in ``x``, ``weight`` and ``bias``, once. The gradient of a float32 weight is
+    Differentiable once, in ``x``, ``weight`` and ``bias``. The gradient of a float32 weight is
     float32; so is that of a bfloat16 leaf with ``weight.grad_dtype = torch.float32``, where PyTorch
-    has that, outside of compiled graphs. Works under torch.compile, torch.autocast, which leaves
-    the weight as it is, and activation checkpointing, and in CUDA graphs; it never synchronises.
+    has that, outside of compiled graphs. Works under torch.compile, torch.autocast (which does not
+    cast the weight) and activation checkpointing, and in CUDA graphs; it never synchronises.
 
     Args:
         x: ``[..., K]``, bfloat16.
         weight: ``[N, K]``, bfloat16 or float32, on the device of ``x``. The precompiled kernels
             take N and K that are multiples of 16; ref takes others.
         bias: ``[N]``, bfloat16, or None.
-        weight_grad: ``[N, K]`` float32, contiguous, that the backward adds the weight's gradient
-            to, in the kernel that computes it: ``weight.grad``, say. The weight gets no other
-            gradient then, its hooks see none, and each backward through the layer adds, also one
-            for other inputs (``torch.autograd.grad``). In compiled graphs a backward has to run
-            before the next forward. None: autograd has the gradient as usual.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        weight_grad: ``[N, K]`` float32, contiguous, such as ``weight.grad``, to which the kernel of
+            the weight's gradient adds. Autograd then has no gradient for the weight, its hooks do
+            not run, and every backward through the layer adds, also one for other inputs
+            (``torch.autograd.grad``). In compiled graphs a backward has to run before the next
+            forward. None: autograd returns the gradient as usual.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, bfloat16.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take these sizes.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; a second

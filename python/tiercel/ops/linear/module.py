@@ -10,7 +10,7 @@ from tiercel.ops.linear.spec import LINEAR_ACT
 
 
 class LinearAct(torch.nn.Linear):
-    """:class:`torch.nn.Linear` and an activation, as :func:`tiercel.linear_act` computes them.
+    """:class:`torch.nn.Linear` with an activation, by :func:`tiercel.linear_act`.
 
     Its parameters have torch.nn.Linear's names, so that checkpoints fit.
 
@@ -54,8 +54,8 @@ class Float8Linear(torch.nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: As of torch.nn.Linear.
-        add_to_grad: The backward adds to ``weight.grad`` where that is a float32 tensor: it has to
-            be the same one between a forward and its backward.
+        add_to_grad: Whether the backward adds to ``weight.grad`` directly if that is a float32
+            tensor. It must not be replaced between a forward and its backward.
         backend: ``"sm90"``, ``"ref"`` or None for what applies.
 
     Shape:

@@ -34,32 +34,32 @@ def linear_act(
 ) -> Tensor:
     """A linear layer with its activation in one kernel: ``act(x @ weight.T + bias)``.
 
-    With ``residual`` that is added to the activation's result, in the same kernel. Sums, bias,
-    activation and residual are float32, and the result is rounded once; torch's own steps round in
-    between.
+    ``residual`` is added to the activation's result in the same kernel. Sums, bias, activation and
+    residual are float32, and the result is rounded once.
 
-    Differentiable in ``x``, ``weight``, ``bias`` and ``residual``. Where a gradient is wanted the
-    kernel also writes what the activation is taken of, rounded, and the backward starts from that;
-    ReLU's needs only the result, and no activation nothing. Works under torch.compile and
-    torch.export, and in CUDA graphs; it never synchronises.
+    Differentiable in ``x``, ``weight``, ``bias`` and ``residual``. If a gradient is needed, the
+    kernel also writes the rounded preactivation for the backward, except for ReLU, whose backward
+    needs only the result, and without an activation. Works under torch.compile and torch.export,
+    and in CUDA graphs; it never synchronises.
 
     Args:
-        x: ``[..., K]``, bfloat16 or float16. The precompiled kernels take rows at any distance
-            that is a multiple of 16 bytes, and K and N that are multiples of 8; ref takes others.
+        x: ``[..., K]``, bfloat16 or float16. The precompiled kernels take row strides that are
+            multiples of 16 bytes, and K and N multiples of 8; ref takes others.
         weight: ``[N, K]``, the dtype and device of ``x``.
         bias: ``[N]``, or None.
         activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` (by the error function),
-            ``"gelu_tanh"`` or ``"relu_squared"``; the last one is not precompiled (TIERCEL_JIT).
+            ``"gelu_tanh"`` or ``"relu_squared"``; the last one is compiled on this machine, with
+            ``TIERCEL_JIT=1``.
         residual: ``[..., N]``, the dtype and device of ``x``, or None.
         out: ``[..., N]`` to write to, contiguous, of the dtype and on the device of ``x``. Then no
             gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, the dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such activation or
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -92,31 +92,30 @@ def gated_linear(
 ) -> Tensor:
     """A gated linear layer in one kernel: ``act(x @ gate.T) * (x @ up.T)``, as in SwiGLU.
 
-    ``weight`` has the rows of the gate and then those of what it multiplies, as
-    :func:`tiercel.silu_and_mul` and :func:`tiercel.fused_moe` have them. Sums, biases, activation
-    and product are float32, and the result is rounded once: the two halves of the sums never leave
-    the kernel.
+    ``weight`` has the rows of ``gate``, then those of ``up``, in the order of
+    :func:`tiercel.silu_and_mul` and :func:`tiercel.fused_moe`. Sums, biases, activation and product
+    are float32, and the result is rounded once: neither half is stored in between.
 
-    Differentiable in ``x``, ``weight`` and ``bias``. Where a gradient is wanted the layer runs as
-    two kernels instead, since the backward needs both halves: :func:`tiercel.linear_act` without an
-    activation, then :func:`tiercel.silu_and_mul` or its like; the result is rounded in between.
-    Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
+    Differentiable in ``x``, ``weight`` and ``bias``. If a gradient is needed, the layer runs as two
+    kernels, since the backward needs both halves: :func:`tiercel.linear_act` without an activation,
+    then :func:`tiercel.silu_and_mul` or its like, with rounding in between. Works under
+    torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: ``[..., K]``, bfloat16 or float16. The precompiled kernels take rows at any distance
-            that is a multiple of 16 bytes, and K and N that are multiples of 8; ref takes others.
+        x: ``[..., K]``, bfloat16 or float16. The precompiled kernels take row strides that are
+            multiples of 16 bytes, and K and N multiples of 8; ref takes others.
         weight: ``[2N, K]``, the dtype and device of ``x``.
         bias: ``[2N]``, or None.
         activation: ``"silu"``, ``"gelu"`` (by the error function) or ``"gelu_tanh"``.
         out: ``[..., N]`` to write to, contiguous, of the dtype and on the device of ``x``. Then no
             gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, the dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such activation or
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -174,7 +173,7 @@ def fused_mlp(
         activation: As the first of the two takes it.
         gated: Whether half of the first layer gates the other.
         residual: ``[..., N]`` to add, or None.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[..., N]``, the dtype of ``x``.

@@ -26,7 +26,7 @@ LINEAR_ACT = Spec(
     Str("activation", "gelu", choices=ACTIVATIONS),
     _RESIDUAL,
     results=[Tensor("out", "... N", "x", rtol=8e-3, atol=4e-3)],
-    limits="N and K multiples of 8, rows on 16 bytes",
+    limits="N and K multiples of 8, 16-byte aligned rows",
     numerics=Numerics(
         2**-13,
         of="terms",
@@ -131,7 +131,7 @@ FP8_LINEAR = Spec(
     Str("activation", "none", choices=_FP8_ACTIVATIONS),
     results=[Tensor("out", "... N", "bfloat16", rtol=8e-3, atol=1e-6, of_sums=1.13 * 2**-11)],
     check=_check_scales,
-    limits="K a multiple of 16, N of 8",
+    limits="K a multiple of 16, N a multiple of 8",
     numerics=Numerics(
         1.13 * 2**-11,
         of="terms",
@@ -162,7 +162,7 @@ FP8_LINEAR_WEIGHT_GRAD = Spec(
     DType("dtype", "bfloat16", choices=("bfloat16", "float32")),
     results=[Tensor("out", "N K", "dtype", rtol=8e-3, atol=1e-6, of_sums=2**-11)],
     dims=_OF_SCALES,
-    limits="P a multiple of 16, K of 8",
+    limits="P a multiple of 16, K a multiple of 8",
     numerics=Numerics(
         2**-11,
         of="terms",

@@ -245,20 +245,20 @@ def linear_cross_entropy(
     group: Any = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The cross-entropy of ``x @ weight.T + bias``, which never holds all of these logits.
+    """The cross-entropy of ``x @ weight.T + bias``, without ever storing all logits.
 
-    :func:`tiercel.cross_entropy` of a language model's last layer, for which the logits are the
-    largest tensor of a training step. They are made a chunk of rows at a time; with a gradient
-    wanted, the forward makes those of ``x``, ``weight`` and ``bias`` from each chunk at once, and
-    the backward has nothing left to do, or multiplies by the gradient of the loss where that is not
-    1. Temporary tensors take the memory of 2048 rows of logits, or of half the weight's gradient
-    where that is more; not more than that gradient, or 512 MiB. The products are cuBLAS's. Works
-    under torch.compile, torch.autocast and activation checkpointing, and in CUDA graphs; it never
+    This is :func:`tiercel.cross_entropy` of a language model's output layer, whose logits are often
+    the largest tensor of a training step. The logits are computed a chunk of rows at a time. If a
+    gradient is needed, the forward also computes those of ``x``, ``weight`` and ``bias`` from each
+    chunk; the backward only multiplies them by the gradient of the loss, if that is not 1.
+    Temporary tensors take the memory of 2048 rows of logits, or of half the weight's gradient where
+    that is more; not more than that gradient, or 512 MiB. The products are cuBLAS's. Works under
+    torch.compile, torch.autocast and activation checkpointing, and in CUDA graphs; it never
     synchronises.
 
     Outside of compiled graphs, a 16-bit leaf ``weight`` with ``weight.grad_dtype = torch.float32``,
-    where PyTorch has that, gets its gradient as the float32 sums, never rounded: for gradients that
-    add up over several backwards.
+    where PyTorch has that, gets an unrounded float32 gradient, for accumulation over several
+    backwards.
 
     Args:
         x: ``[T, H]``; float32, bfloat16 or float16.
@@ -269,23 +269,23 @@ def linear_cross_entropy(
         bias: ``[V]``, the dtype of ``x``, or None.
         class_weight: ``[V]``, contiguous, float32 or the dtype of ``x``: a factor for each class,
             the ``weight`` of :func:`tiercel.cross_entropy`, or None. No gradient flows to it.
-        scale: ``[1]`` or ``[T]``, float32, which the rows' losses and gradients are multiplied by
-            before the reduction, or None. No gradient flows to it.
+        scale: ``[1]`` or ``[T]``, float32, factor of each row's loss and gradient before the
+            reduction, or None. No gradient flows to it.
         ignore_index: The target of the rows that do not count.
         reduction: ``"mean"``: the sum over the sum of the targets' weights, NaN if no row counts;
-            ``"sum"``; or ``"none"``: a loss for each row, whose backward makes the logits again.
+            ``"sum"``; or ``"none"``: a loss for each row, whose backward recomputes the logits.
         label_smoothing: From 0 to 1, as in PyTorch.
         z_loss: The factor of ``logsumexp(logits)**2``, which is added to each row's loss.
-        softcap: ``softcap * tanh(logits / softcap)`` takes the logits' place, or None.
-        accum_dtype: The dtype in which chunks' gradients of a 16-bit ``weight`` are added. None:
-            float32 where the memory above suffices, else the weight's but for the targets' part,
-            which is float32. ``torch.float32``: float32, with the memory of two weight gradients,
-            or 1 GiB where that is smaller. It makes no difference to one chunk.
-        group: A process group of :mod:`torch.distributed`, each rank of which holds an equal part
-            of the classes, in order: ``weight`` and ``bias`` are this rank's, ``target`` is of all
-            classes, and x and target are the same on all ranks. So are the loss and the gradient of
-            x. Without ``label_smoothing`` and ``class_weight``, and outside of compiled graphs.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        softcap: Replaces the logits by ``softcap * tanh(logits / softcap)``, or None.
+        accum_dtype: The dtype in which the chunks' gradients of a 16-bit ``weight`` are added.
+            None: float32 where the memory above suffices; otherwise the dtype of ``weight``, with
+            only the targets' part in float32. ``torch.float32``: float32, with the memory of two
+            weight gradients, or 1 GiB where that is smaller. It has no effect with a single chunk.
+        group: A process group of :mod:`torch.distributed` whose ranks hold equal parts of the
+            classes, in order. ``weight`` and ``bias`` are this rank's part; ``x`` and ``target``
+            (which counts all classes) are the same on all ranks, and so are the loss and the
+            gradient of ``x``. Not with ``label_smoothing``, ``class_weight`` or in compiled graphs.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The loss, float32: a scalar, or ``[T]`` with ``reduction="none"``.
@@ -294,7 +294,7 @@ def linear_cross_entropy(
         TypeError: A dtype or type is not one of the above.
         ValueError: A shape, stride, device or value does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take so many classes;
-            an option that ``group`` does not have.
+            an option is not supported with ``group``.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; a second
             derivative of a sum or mean is asked for.
 

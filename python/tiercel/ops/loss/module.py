@@ -63,8 +63,8 @@ class CrossEntropyLoss(torch.nn.Module):
 
 
 class LinearCrossEntropy(torch.nn.Module):
-    """:func:`tiercel.linear_cross_entropy` as a module. The weight of the layer comes with each
-    call, for it is the language model's own; ``class_weight`` is a buffer.
+    """:func:`tiercel.linear_cross_entropy` as a module. The layer's weight is an argument of each
+    call, because it belongs to the language model; ``class_weight`` is a buffer.
 
     Shape:
         - Input: ``(T, H)``, the layer's weight ``(V, H)``, the targets ``(T)``.

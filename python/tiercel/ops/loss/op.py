@@ -211,13 +211,13 @@ def cross_entropy(
     inplace: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """The cross-entropy of rows of logits, whose forward makes the gradient in the same pass.
+    """The cross-entropy of rows of logits; the forward computes the gradient in the same pass.
 
     :func:`torch.nn.functional.cross_entropy` with class indices, in float32 whatever the dtype of
-    the logits, with the z-loss and the softcap of large language models. Where a gradient will be
-    wanted, one kernel reads the logits once and writes the gradient once; the backward has nothing
-    left to do, or multiplies by the gradient of the loss where that is not 1. Works under
-    torch.compile and torch.export, and in CUDA graphs; it never synchronises.
+    the logits, with an optional z-loss and softcap. If a gradient is needed, one kernel reads the
+    logits once and writes the gradient once; the backward only multiplies it by the gradient of the
+    loss, if that is not 1. Works under torch.compile and torch.export, and in CUDA graphs; it never
+    synchronises.
 
     Args:
         logits: ``[T, V]``; float32, bfloat16 or float16, any strides. The kernels take V up to
@@ -227,18 +227,18 @@ def cross_entropy(
             NaN.
         weight: ``[V]``, contiguous, float32 or the dtype of ``logits``: a factor for each class, as
             in PyTorch, or None. No gradient flows to it.
-        scale: ``[1]`` or ``[T]``, float32, which the rows' losses and gradients are multiplied by
-            before the reduction, or None: weights of tokens, or 1 / (the number of tokens in an
-            accumulated batch) with ``reduction="sum"``. No gradient flows to it.
+        scale: ``[1]`` or ``[T]``, float32, factor of each row's loss and gradient before the
+            reduction, or None: weights of tokens, or 1 / (the number of tokens in an accumulated
+            batch) with ``reduction="sum"``. No gradient flows to it.
         ignore_index: The target of the rows that do not count.
         reduction: ``"mean"``: the sum over the sum of the targets' weights, NaN if no row counts;
             ``"sum"``; or ``"none"``: a loss for each row.
         label_smoothing: From 0 to 1, as in PyTorch.
         z_loss: The factor of ``logsumexp(logits)**2``, which is added to each row's loss.
-        softcap: ``softcap * tanh(logits / softcap)`` takes the logits' place, or None.
-        inplace: The gradient may overwrite ``logits``, which nobody may read again. Where no
-            gradient is wanted, nothing is overwritten.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        softcap: Replaces the logits by ``softcap * tanh(logits / softcap)``, or None.
+        inplace: Whether the gradient may overwrite ``logits``, which must not be read afterwards.
+            If no gradient is needed, nothing is overwritten.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The loss, float32: a scalar, or ``[T]`` with ``reduction="none"``.

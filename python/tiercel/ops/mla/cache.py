@@ -49,29 +49,29 @@ def mla_cache_write(
     """Writes new latents and rotary keys into a paged cache for :func:`tiercel.mla_decode`.
 
     In one launch, whatever the layout. A float8_e4m3fn cache holds ``element / kv_scale``, rounded
-    to nearest even and saturated at +-448; NaN stays NaN. A row of 656 bytes has 512 float8 of the
-    latent, the four float32 scales of 128 of them each, and the rotary key, 64 bfloat16; a scale is
-    the largest magnitude / 448, and at least ``2**-126``.
+    to nearest even and saturated at +-448; NaN stays NaN. A row of 656 bytes has the latent as 512
+    float8 values, four float32 scales of 128 values each, and the rotary key as 64 bfloat16 values;
+    a scale is the largest magnitude / 448, at least ``2**-126``.
 
     Works under torch.compile and in CUDA graphs; it never synchronises. No gradient flows.
 
     Args:
         latent: ``[T, L]`` bfloat16 or float16. The precompiled kernels take L = 512, and rows, here
             and below, that are contiguous and start at multiples of 16 bytes.
-        rotary: ``[T, R]``, the same dtype, already turned; the precompiled kernels take R = 64.
+        rotary: ``[T, R]``, the same dtype, already rotated; the precompiled kernels take R = 64.
         kv_cache: ``[blocks, block size, L + R]`` of the dtype of ``latent`` or float8_e4m3fn, or
             ``[blocks, block size, 656]`` uint8 for bfloat16; written to.
         slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token.
-            -1, and whatever else lies outside of the cache, is skipped. Of tokens with the same
-            slot any one may stay, or parts of several.
+            -1, or any other slot outside of the cache, is skipped. If tokens share a slot, it holds
+            any one of them, or parts of several.
         kv_scale: ``[1]`` float32; None is 1. For float8_e4m3fn only.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``kv_cache``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

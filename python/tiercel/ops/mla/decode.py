@@ -62,51 +62,50 @@ def mla_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention of the last few tokens of each sequence over cached latents.
 
-    For queries that have absorbed the keys' projection (DeepSeek-V2, arXiv:2405.04434): all heads
-    share one row a token, a latent and the rotary part of the key behind it. The row is the key,
-    and its first ``d_v`` columns are the value; the projection of the values comes after.
+    For queries that have absorbed the keys' up-projection (DeepSeek-V2, arXiv:2405.04434): all
+    heads share one row per token, which holds a latent and then the rotary part of the key. The row
+    is the key, and its first ``d_v`` columns are the value; the values' up-projection comes after.
 
-    Key j of sequence b is at place ``j % page size`` of page ``page_table[b, j // page size]``. The
-    rows of the queries themselves are in the cache already (:func:`tiercel.mla_cache_write`): query
-    i of Sq stands at key ``seqused_k[b] - Sq + i`` and sees no key after that. A query that sees no
-    key gets 0, and minus infinity as its ``lse``.
+    Key j of sequence b is at slot ``j % page size`` of page ``page_table[b, j // page size]``. The
+    new tokens' own rows must be in the cache already (:func:`tiercel.mla_cache_write`): query i of
+    Sq is at key position ``seqused_k[b] - Sq + i`` and sees no key after that. A query that sees no
+    key gets 0, and minus infinity as ``lse``.
 
     Scores, softmax and sums are float32; probabilities are rounded to 16 bits before they multiply
     values, and the result is rounded once.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises and plans
-    nothing on the host: lengths and pages stay on the GPU, where a replay reads them again, and how
-    work is shared follows from them there. No contents of ``page_table`` and ``seqused_k`` make a
+    nothing on the host: lengths and pages stay on the GPU, a graph's replay reads them again, and
+    the kernel splits the work by them. No contents of ``page_table`` and ``seqused_k`` make a
     kernel read or write outside of the tensors.
 
     Args:
         q: ``[B, Sq, H, D]``, bfloat16 or float16: ``d_v`` columns that belong to the latent, then
-            the rotary ones. The precompiled kernels take D = 576, up to 65535 rows Sq x H of a
-            sequence, and any strides that are multiples of 16 bytes with the last dimension
-            contiguous.
+            the rotary ones. The precompiled kernels take D = 576, Sq * H up to 65535, and strides
+            that are multiples of 16 bytes, with the last dimension contiguous.
         kv_cache: ``[pages, page size, D]`` of the dtype of ``q``, or float8_e4m3fn; or
             ``[pages, page size, 656]`` uint8 for bfloat16 queries: 512 float8, 4 float32 scales of
             128 of them each, 64 bfloat16. The precompiled kernels take page sizes that are powers
-            of two, and rows that start at multiples of 16 bytes; of 16 bits also only pages that
-            are whole rows apart.
-        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
-            cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
-        seqused_k: ``[B]`` int32, any stride: the keys of each sequence, 0 included; more than the
-            table has room for counts as that, less than 0 as 0.
-        scale: What scores are multiplied by, positive: ``192 ** -0.5`` for DeepSeek-V3 without
-            YaRN, the root of the size that heads have before absorption.
-        d_v: The columns of a value; the precompiled kernels take 512.
-        kv_scale: ``[1]`` float32: what a float8 row is multiplied by; None is 1.
-        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
+            of two, and rows that start at multiples of 16 bytes; with 16 bits the page stride must
+            be a multiple of the row stride.
+        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is not a page of
+            the cache counts as its last page; entries for keys from ``seqused_k`` on are ignored.
+        seqused_k: ``[B]`` int32, any stride: the number of keys of each sequence, clamped to 0 and
+            to the table's capacity.
+        scale: Factor of the scores, positive: ``192 ** -0.5`` for DeepSeek-V3 without YaRN, from
+            the head dimension before absorption.
+        d_v: The number of columns of a value; the precompiled kernels take 512.
+        kv_scale: ``[1]`` float32: factor of a float8 row; None is 1.
+        return_lse: Whether to return each row's log-sum-exp (natural logarithm) too.
         out: ``[B, Sq, H, d_v]`` to write to, of the dtype and on the device of ``q``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[B, Sq, H, d_v]``, the dtype of ``q``; with ``return_lse`` a pair of it and of
         ``[B, H, Sq]``, float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

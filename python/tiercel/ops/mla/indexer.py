@@ -46,34 +46,36 @@ def indexer_logits(
     ends: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Scores each key for each token, for the selection of sparse attention.
+    """Scores each key for each token, to select the keys of sparse attention.
 
     The lightning indexer of DeepSeek-V3.2: ``logits[t, j]`` is the sum over heads h of
-    ``weights[t, h] * relu(q[t, h] . k[j])``, times ``k_scale[j]``. Products are of float8 on the
+    ``weights[t, h] * relu(q[t, h] . k[j])``, times ``k_scale[j]``. Products are float8 on the
     tensor cores, the rest is float32. :func:`tiercel.top_k_indices` selects from the result.
 
-    Keys outside of a token's ``starts[t] <= j < ends[t]`` get minus infinity, which that never
-    selects: what is causal, and what belongs to other sequences of a packed batch. Tiles of keys
-    that no token of a block sees are not multiplied.
+    Keys outside of a token's ``starts[t] <= j < ends[t]`` get minus infinity, which
+    :func:`tiercel.top_k_indices` never selects: a causal mask, or the sequences of a packed batch.
+    Tiles of keys that no token of a block sees are not multiplied.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises. The same
     call gives the same bits.
 
     Args:
-        q: ``[T, H, D]`` float8_e4m3fn, contiguous. Its scale goes into ``weights``. The precompiled
-            kernels take 32 or 64 heads of D = 128.
-        k: ``[K, D]`` float8_e4m3fn, one key of all heads; rows that start at multiples of 16 bytes.
+        q: ``[T, H, D]`` float8_e4m3fn, contiguous. Multiply ``weights`` by its scales. The
+            precompiled kernels take 32 or 64 heads of D = 128.
+        k: ``[K, D]`` float8_e4m3fn, one key for all heads, with rows that start at multiples of 16
+            bytes.
         k_scale: ``[K]`` float32, contiguous.
-        weights: ``[T, H]`` float32, of each head, with whatever scales queries have.
+        weights: ``[T, H]`` float32: the heads' weights, times the scales of ``q``.
         starts: ``[T]`` int32, any stride: the first key of each token; None, or less than 0, is 0.
-        ends: ``[T]`` int32, any stride: the key behind the last; None, or more than K, is K.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        ends: ``[T]`` int32, any stride: one past the last key of each token; None, or more than K,
+            is K.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, K]`` float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of absorbed queries over rows of a latent cache that each of them names."""
+"""Attention of absorbed queries over listed rows of a latent cache."""
 
 from __future__ import annotations
 
@@ -58,17 +58,16 @@ def mla_sparse_attention(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multi-head latent attention of each query over the cached tokens that its list names.
+    """Multi-head latent attention of each query over a given list of cached tokens.
 
     DeepSeek sparse attention, for decoding and prefill alike: queries have absorbed the keys'
-    projection as for :func:`tiercel.mla_decode`, and all heads of a query read the same rows of
-    the cache: those that :func:`tiercel.top_k_indices` selected. Which tokens a query may see is
-    for the list to say; nothing else masks.
+    up-projection as for :func:`tiercel.mla_decode`, and all heads of a query read the same rows of
+    the cache, selected by :func:`tiercel.top_k_indices`. The list is the only mask.
 
     An entry is a slot of the cache, ``page * page size + place``, as
-    :func:`tiercel.mla_cache_write` takes it. -1, and whatever else lies outside of the cache, is
-    none; an entry that occurs twice counts twice. A query without entries gets 0, and minus
-    infinity as its ``lse``.
+    :func:`tiercel.mla_cache_write` takes it. -1, or any other slot outside of the cache, is
+    skipped; an entry that occurs twice counts twice. A query without entries gets 0, and minus
+    infinity as ``lse``.
 
     Scores, softmax and sums are float32; probabilities are rounded to 16 bits before they multiply
     values, and the result is rounded once.
@@ -86,20 +85,19 @@ def mla_sparse_attention(
             one. The precompiled kernels take page sizes that are powers of two, and rows that start
             at multiples of 16 bytes.
         indices: ``[T, k]`` int32, any strides, in any order.
-        scale: What scores are multiplied by, positive: ``192 ** -0.5`` for DeepSeek-V3.2 without
-            YaRN.
-        d_v: The columns of a value; the precompiled kernels take 512.
-        kv_scale: ``[1]`` float32: what a float8 row is multiplied by; None is 1.
-        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
+        scale: Factor of the scores, positive: ``192 ** -0.5`` for DeepSeek-V3.2 without YaRN.
+        d_v: The number of columns of a value; the precompiled kernels take 512.
+        kv_scale: ``[1]`` float32: factor of a float8 row; None is 1.
+        return_lse: Whether to return each row's log-sum-exp (natural logarithm) too.
         out: ``[T, H, d_v]`` to write to, of the dtype and on the device of ``q``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, H, d_v]``, the dtype of ``q``; with ``return_lse`` a pair of it and of ``[T, H]``,
         float32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -70,7 +70,7 @@ MLA_DECODE_LSE = Spec(
     ],
     check=_check_decode,
     public="mla_decode",
-    limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",
+    limits="D = 576, d_v = 512, page sizes that are powers of two, 16-byte aligned rows",
     numerics=Numerics(
         2**-8,
         of="terms",
@@ -97,7 +97,7 @@ MLA_SPARSE_LSE = Spec(
     ],
     check=_check_sparse,
     public="mla_sparse_attention",
-    limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",
+    limits="D = 576, d_v = 512, page sizes that are powers of two, 16-byte aligned rows",
     numerics=Numerics(
         2**-8,
         of="terms",
@@ -120,7 +120,7 @@ INDEXER_LOGITS = Spec(
     Tensor("ends", "T", "int32", optional=True, strided=True),
     # The tensor cores keep about 13 bits of a sum of products of float8.
     results=[Tensor("logits", "T K", "float32", rtol=2e-3, atol=2e-3)],
-    limits="32 or 64 heads of 128 columns, rows of k on 16 bytes",
+    limits="32 or 64 heads of 128 columns, 16-byte aligned rows of k",
     numerics=Numerics(
         2**-12,
         of="terms",
@@ -180,6 +180,6 @@ MLA_CACHE_WRITE = Spec(
     Tensor("slots", "T", INDICES),
     Tensor("kv_scale", "1", "float32", optional=True),
     check=_check_write,
-    limits="512 and 64 columns, rows on 16 bytes",
+    limits="L = 512, R = 64, 16-byte aligned rows",
     numerics=Numerics(2**-23, of="argument"),
 )

@@ -44,26 +44,27 @@ def top_k_indices(
 ) -> Tensor:
     """Finds the ``k`` largest elements of each row, exactly, for sparse attention.
 
-    In one launch. Of equal elements those with the lowest indices are selected. NaN is larger than
-    any number, as in ``torch.topk``, and -0 equals 0. Minus infinity is no candidate: that is how
-    an indexer masks. Indices of a row ascend, and where there are fewer than ``k`` candidates, -1
-    follows: what :func:`tiercel.mla_sparse_attention` takes. The same call gives the same bits.
+    One launch. Of equal elements those with the lowest indices are selected. NaN is larger than any
+    number, as in ``torch.topk``, and -0 equals 0. Minus infinity, an indexer's mask, is never
+    selected. A row's indices ascend, then -1 fills up the rest if there are fewer than ``k``
+    candidates, as :func:`tiercel.mla_sparse_attention` takes them. The same call gives the same
+    bits.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises.
 
     Args:
-        logits: ``[T, N]`` float32. The precompiled kernels take contiguous rows, any distance
-            apart; fastest where they start at multiples of 16 bytes.
+        logits: ``[T, N]`` float32. The precompiled kernels take contiguous rows with any row
+            stride, and are fastest where rows start at multiples of 16 bytes.
         k: How many, at least 1; more than N is allowed.
-        lengths: ``[T]`` int32, any stride: elements of each row that are candidates, from its
-            beginning; less than 0 counts as 0, more than N as N. None: all.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        lengths: ``[T]`` int32, any stride: the number of first elements of each row that are
+            candidates, clamped to 0 and N. None: all.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, k]`` int32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, device or option does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -288,48 +288,48 @@ def fused_moe(
     w_down_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Each token through the gated MLPs of its experts, added up by their weights.
+    """Runs each token through the gated MLPs of its experts and adds up the results by weight.
 
-    ``sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T)`` with ``e =
-    topk_ids[t, j]``. Sums are float32; between the halves, and before the last sum, values have
-    the dtype of ``x``. With float8 weights, rows of ``x``, and rows between the halves, are
-    quantised to float8 as :func:`tiercel.fp8_quantize` does, with a scale a row, or of 128
-    values where the weights have scales of blocks.
+    ``sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T)`` with
+    ``e = topk_ids[t, j]``. Sums are float32; between the halves, and before the last sum, values
+    are rounded to the dtype of ``x``. With float8 weights, rows of ``x`` and rows between the
+    halves are quantised as by :func:`tiercel.fp8_quantize`, with a scale per row, or per 128 values
+    if the weights have block scales.
 
-    Differentiable in ``x``, ``w_up``, ``w_down`` and ``topk_weights``, without float8. What the
-    backward needs of the forward is kept: the inputs and the first product, ``[T * k, 2 * I]``,
-    which then is rounded to the dtype of ``x``, too. Works under torch.compile, torch.export,
-    torch.autocast and activation checkpointing, and in CUDA graphs; it never synchronises, and its
-    gradients are the same bits every time.
+    Differentiable in ``x``, ``w_up``, ``w_down`` and ``topk_weights``, without float8. For the
+    backward the forward keeps its inputs and the first product, ``[T * k, 2 * I]``, rounded to the
+    dtype of ``x``. Works under torch.compile, torch.export, torch.autocast and activation
+    checkpointing, and in CUDA graphs; it never synchronises, and its gradients are the same bits
+    every time.
 
     Args:
         x: ``[T, H]`` bfloat16 or float16; bfloat16 with float8 weights. The precompiled kernels
             take H and I that are multiples of 8 (of 16 with float8, of 128 with scales of blocks),
-            and rows at multiples of 16 bytes; ref takes others.
-        w_up: ``[E, 2 * I, H]``, the dtype of ``x``, or float8_e4m3fn: rows of the gate, then those
-            it is for.
+            and row strides that are multiples of 16 bytes; ref takes others.
+        w_up: ``[E, 2 * I, H]``, the dtype of ``x``, or float8_e4m3fn: the rows of the gate, then
+            those of up.
         w_down: ``[E, H, I]``, the dtype of ``w_up``.
         topk_weights: ``[T, k]`` float32, contiguous, as from :func:`tiercel.topk_softmax`.
-        topk_ids: ``[T, k]`` int32 or int64, contiguous. Ids that are no expert's add nothing.
+        topk_ids: ``[T, k]`` int32 or int64, contiguous. Invalid ids add nothing.
         activation: With a and b the two halves of a token's values inside an expert: ``"silu"``,
             ``"gelu"`` (by the error function) or ``"relu"`` of a, times b; or
             ``"gelu_residual"``, gelu(a) * (b + 1).
-        expert_map: ``[experts everywhere]`` int32, for expert parallelism: an expert's place in
-            ``w_up`` and ``w_down``, or -1 where it is on another device and adds nothing here, nor
-            does any other number that is no place.
-        w_up_scale: Of float8 weights, float32, contiguous: a factor a row ``[E, 2 * I]``, one an
-            expert ``[E, 1]``, or one a block of 128x128 values ``[E, 2 * I / 128, H / 128]``, sizes
+        expert_map: ``[experts everywhere]`` int32, for expert parallelism: an expert's index in
+            ``w_up`` and ``w_down``, or -1 for an expert of another device, which adds nothing here.
+            Any other invalid index adds nothing either.
+        w_up_scale: For float8 weights, float32, contiguous: a factor per row ``[E, 2 * I]``, per
+            expert ``[E, 1]``, or per block of 128x128 values ``[E, 2 * I / 128, H / 128]``, sizes
             rounded up.
         w_down_scale: The same, ``[E, H]``, ``[E, 1]`` or ``[E, H / 128, I / 128]``. Up to 4 tokens
             may then take one launch whose blocks wait for each other: it starts when the whole GPU
             is free.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, H]``, the dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such activation or
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.

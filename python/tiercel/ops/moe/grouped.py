@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products: rows in groups, each group with a matrix of its own."""
+"""Grouped products: each group of rows times its own matrix."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ def grouped_gemm(
     expected_rows: int = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Each group of neighbouring rows times a matrix of its own: ``x[m] @ w[e].T`` for ``m`` from
+    """Multiplies each group of consecutive rows by its own matrix: ``x[m] @ w[e].T`` for ``m`` from
     ``offsets[e]`` to ``offsets[e + 1]``.
 
     With ``x_scale`` and ``w_scale``, ``x`` and ``w`` are float8_e4m3fn: the products of each 128 of
-    K are scaled and added up in float32, and the result is bfloat16. Then groups may also have
-    ``C`` rows of memory each, of which the first ``counts[e]`` are used; the others of the result
+    K are scaled and added up in float32, and the result is bfloat16. Then each group may also have
+    its own ``C`` rows of memory, of which the first ``counts[e]`` are used; the result's other rows
     are not written.
 
     Sums are float32. Differentiable in ``x`` and ``w``, but not with scales. Works under
@@ -144,31 +144,31 @@ def grouped_gemm(
 
     Args:
         x: ``[M, K]`` bfloat16 or float16, or, with scales, float8_e4m3fn; with ``counts``
-            ``[E, C, K]``. The precompiled kernels take N that is a multiple of 8 and K that is one
-            of 8 (float8: 16), rows at multiples of 16 bytes, and up to 512 groups; ref takes
-            others.
+            ``[E, C, K]``. The precompiled kernels take N that is a multiple of 8 and K that is a
+            multiple of 8 (float8: 16), row strides that are multiples of 16 bytes, and up to 512
+            groups; ref takes others.
         w: ``[E, N, K]``, the dtype of ``x``.
         offsets: ``[E + 1]`` int32 or int64, contiguous, not decreasing: where groups begin, and
-            where the last one ends; None with ``counts``. Groups may be empty. An offset below 0
-            counts as 0, one beyond M as M; where offsets decrease, a row that several groups have
-            gets the product of any of them, or zeros.
-        counts: ``[E]`` int32 or int64, contiguous, only with scales: rows of each group. A count
-            below 0 counts as 0, one beyond C as C.
+            where the last one ends; None with ``counts``. Groups may be empty. Offsets are clamped
+            to 0 and M; where they decrease, a row in several groups gets the product of any of
+            them, or zeros.
+        counts: ``[E]`` int32 or int64, contiguous, only with scales: the number of rows of each
+            group, clamped to 0 and C.
         x_scale: float32 ``[M, ceil(K / 128)]``, or ``[E, C, ceil(K / 128)]``, with any strides:
-            what each 128 values of a row are multiplied by, as ``fp8_quantize(x, "1x128")`` makes
-            them. Powers of two (UE8M0) are given as float32, too.
+            factor of each 128 values of a row, as from ``fp8_quantize(x, "1x128")``. Powers of two
+            (UE8M0) are given as float32, too.
         w_scale: float32 ``[E, ceil(N / 128), ceil(K / 128)]``, contiguous: one for each 128x128
             values.
-        expected_rows: With scales, how many rows a group with rows has, about; 0 for M / E, or C.
-            The tiles are chosen by it; any number is right.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        expected_rows: With scales, about how many rows a group with rows has, to select the tiles;
+            results are right for any number. 0 means M / E, or C.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[M, N]``, the dtype of ``x``, or bfloat16; zeros for rows outside of all groups. With
-        ``counts`` ``[E, C, N]``, where the rows beyond a count hold anything.
+        ``counts`` ``[E, C, N]``, where rows beyond a count are not written.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, ``offsets`` and ``counts`` are given
             both, ``expected_rows`` is given without scales, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.

@@ -110,27 +110,26 @@ def moe_up(
     Args:
         x: ``[T, H]`` bfloat16, float16 or, with scales, float8_e4m3fn.
         w_up: ``[E, 2 * I, H]``, the dtype of ``x``.
-        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous. What is
-            no element's number is padding.
-        expert_ids: The same; -1, and whatever else is no expert, leaves a block's rows zeros.
-        num_tokens_post_padded: The same; what is not from 0 to the number of slots counts as the
-            nearest of both.
-        top_k: Experts of a token: element e of the ids is token e / top_k's.
+        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous. Invalid
+            numbers are padding.
+        expert_ids: The same; a block of -1, or any other invalid expert, gives zeros.
+        num_tokens_post_padded: The same; clamped to 0 and the number of slots.
+        top_k: The number of experts per token: element e of the ids belongs to token e // top_k.
         block_size: As the routing was made with; the precompiled kernels take 64 and 128.
-        activation: As of :func:`tiercel.fused_moe`.
-        x_scale: Of float8, as from :func:`tiercel.fp8_quantize`, contiguous: a factor a row
-            ``[T, 1]`` or one of all ``[1, 1]``; where the weights have scales of blocks, one of
-            1x128 values, ``[T, H / 128]``, rounded up.
-        w_up_scale: Of float8, float32, contiguous, as of :func:`tiercel.fused_moe`: ``[E, 2 * I]``,
-            ``[E, 1]`` or, of blocks of 128x128, ``[E, 2 * I / 128, H / 128]``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        activation: As for :func:`tiercel.fused_moe`.
+        x_scale: For float8, as from :func:`tiercel.fp8_quantize`, contiguous: a factor per row
+            ``[T, 1]`` or for all ``[1, 1]``; if the weights have block scales, per 1x128 values,
+            ``[T, H / 128]``, rounded up.
+        w_up_scale: For float8, float32, contiguous, as for :func:`tiercel.fused_moe`:
+            ``[E, 2 * I]``, ``[E, 1]`` or, per block of 128x128, ``[E, 2 * I / 128, H / 128]``.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        ``[T * top_k, I]``, the dtype of ``x``, bfloat16 of float8; zeros for ids that are in no
+        ``[T * top_k, I]``, the dtype of ``x``, or bfloat16 for float8; zeros for ids that are in no
         block.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such activation or
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -166,22 +165,21 @@ def moe_down(
             float8_e4m3fn.
         w_down: ``[E, H, I]``, the dtype of ``x``.
         topk_weights: ``[T * k]`` float32, contiguous.
-        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous. What is
-            no element's number is padding.
-        expert_ids: The same; -1, and whatever else is no expert, leaves a block's rows zeros.
-        num_tokens_post_padded: The same; what is not from 0 to the number of slots counts as the
-            nearest of both.
+        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous. Invalid
+            numbers are padding.
+        expert_ids: The same; a block of -1, or any other invalid expert, gives zeros.
+        num_tokens_post_padded: The same; clamped to 0 and the number of slots.
         block_size: As the routing was made with; the precompiled kernels take 64 and 128.
-        x_scale: As of :func:`tiercel.moe_up`: ``[T * k, 1]``, ``[1, 1]`` or ``[T * k, I / 128]``.
+        x_scale: As for :func:`tiercel.moe_up`: ``[T * k, 1]``, ``[1, 1]`` or ``[T * k, I / 128]``.
         w_down_scale: The same: ``[E, H]``, ``[E, 1]`` or ``[E, H / 128, I / 128]``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        ``[T * k, H]``, the dtype of ``x``, bfloat16 of float8: :func:`tiercel.moe_sum` adds them
-        up. Zeros for ids that are in no block.
+        ``[T * k, H]``, the dtype of ``x``, or bfloat16 for float8; :func:`tiercel.moe_sum` adds
+        them up. Zeros for ids that are in no block.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -21,14 +21,14 @@ def pack_w4_experts(
     up_global_scale: Tensor | None = None,
     down_global_scale: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Experts of a checkpoint as :func:`tiercel.w4_moe` takes them, on their device: its arguments
+    """Converts a checkpoint's experts, on their device, to the arguments of :func:`tiercel.w4_moe`
     by name, without biases.
 
-    ``up`` and ``down`` are a weight and its scale, with experts first and else as of
-    :func:`tiercel.ref.gemv.pack_w4`, whose layouts these are. gpt_oss, of which the checkpoint's
+    ``up`` and ``down`` are a weight and its scale, in a layout of :func:`tiercel.ref.gemv.pack_w4`
+    with experts as the first dimension. For gpt_oss, ``up`` is the checkpoint's
     ``gate_up_proj_blocks`` ``[E, 2 * I, H / 32, 16]`` and ``gate_up_proj_scales``
-    ``[E, 2 * I, H / 32]`` are ``up``, and modelopt are only viewed. A global scale is one number
-    for each expert.
+    ``[E, 2 * I, H / 32]``. gpt_oss and modelopt are views, not copies. A global scale is one number
+    per expert.
     """
     found: dict[str, Any] = {}
     for half, (weight, scale), zeros, factors in (

@@ -109,7 +109,7 @@ FUSED_MOE = Spec(
     dims={"2I": lambda call: 2 * call.w_down.shape[2] if call.w_down.dim() == 3 else None},
     check=_check_fused,
     together=("w_up_scale", "w_down_scale"),
-    limits="H and I multiples of 8 (float8: 16; with scales of blocks: 128), rows on 16 bytes",
+    limits="H and I multiples of 8 (float8: 16; with block scales: 128), 16-byte aligned rows",
     numerics=Numerics(
         2**-8,
         of="terms",
@@ -248,8 +248,8 @@ GROUPED_GEMM = Spec(
     _OFFSETS,
     results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
     dims=_OFFSETS_DIM,
-    limits="512 groups; K and N multiples of 8 (float8, with scales of blocks: K of 16), "
-    "rows on 16 bytes",
+    limits="up to 512 groups; K and N multiples of 8 (float8 with block scales: K of 16), "
+    "16-byte aligned rows",
     numerics=Numerics(
         2**-13,
         of="terms",

@@ -152,58 +152,59 @@ def w4_moe(
     down_global_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Each token through the MLPs of its experts, whose weights have 4 bits.
+    """:func:`tiercel.fused_moe` with 4-bit weights.
 
-    This is :func:`tiercel.fused_moe` with biases, and with weights in the formats of
-    :func:`tiercel.w4_linear`, one matrix for each expert. With
-    N = 2 * I rows of ``w_up``, or I without a gate,
+    Weights have the formats of :func:`tiercel.w4_linear`, one matrix per expert, and there may be
+    biases. With N = 2 * I rows of ``w_up``, or I without a gate,
 
     ``sum over j of topk_weights[t, j] * (act(x[t] @ up[e].T + up_bias[e]) @ down[e].T +
     down_bias[e])`` with ``e = topk_ids[t, j]``.
 
-    gpt-oss's experts are ``activation="silu_residual"``, ``alpha=1.702``, ``limit=7`` and
-    ``interleaved=True``; :func:`tiercel.ref.moe.pack_w4_experts` makes the arguments of its
+    gpt-oss's experts need ``activation="silu_residual"``, ``alpha=1.702``, ``limit=7`` and
+    ``interleaved=True``; :func:`tiercel.ref.moe.pack_w4_experts` makes the arguments from the
     checkpoint's tensors.
 
-    Sums are float32; between the halves, and before the last sum, values have the dtype of ``x``.
+    Sums are float32; between the halves, and before the last sum, values are rounded to the dtype
+    of ``x``.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
         x: ``[T, H]`` bfloat16 or float16. The precompiled kernels take H and I that are multiples
-            of 64, rows at multiples of 16 bytes, and MXFP4 with bfloat16 only; ref takes others.
-        w_up: ``[E, N, H / 2]`` uint8 or float4_e2m1fn_x2, two values a byte, the first in its low
+            of 64, row strides that are multiples of 16 bytes, and MXFP4 with bfloat16 only; ref
+            takes others.
+        w_up: ``[E, N, H / 2]`` uint8 or float4_e2m1fn_x2, two values per byte, the first in its low
             half.
         w_up_scale: Contiguous: ``[E, N, H / 32]`` uint8 (mxfp4), ``[E, N, H / 16]`` float8_e4m3fn
             (nvfp4) or ``[E, N, H / group]`` of x's dtype (int4), groups of 32, 64 or 128.
         w_down: ``[E, H, I / 2]``, as ``w_up``.
-        w_down_scale: The same of ``w_down``.
+        w_down_scale: The same for ``w_down``.
         topk_weights: ``[T, k]`` float32, contiguous, as from :func:`tiercel.topk_softmax`.
-        topk_ids: ``[T, k]`` int32 or int64, contiguous. Ids that are no expert's add nothing.
-        format: ``"mxfp4"``, ``"nvfp4"`` or ``"int4"``, as of :func:`tiercel.w4_linear`.
+        topk_ids: ``[T, k]`` int32 or int64, contiguous. Invalid ids add nothing.
+        format: ``"mxfp4"``, ``"nvfp4"`` or ``"int4"``, as for :func:`tiercel.w4_linear`.
         up_bias: ``[E, N]`` of x's dtype, contiguous, in the order of the rows of ``w_up``.
         down_bias: ``[E, H]``, the same.
-        activation: With a the gate and b what it is for: ``"silu"``, a * sigmoid(alpha * a) * b;
+        activation: With a the gate and b the up projection: ``"silu"``, a * sigmoid(alpha * a) * b;
             ``"silu_residual"``, a * sigmoid(alpha * a) * (b + 1); ``"gelu"`` (by the error
             function) or ``"relu"`` of a, times b; or, without a gate, ``"relu_squared"``.
-        alpha: Of the two with a sigmoid.
-        limit: Gates are at most this, what they are for is from -limit to it; 0 is none.
-        interleaved: Rows of ``w_up`` are a gate and what it is for in turn; otherwise all gates
+        alpha: For the two with a sigmoid.
+        limit: Upper bound of a; b is clamped to -limit and limit. 0: no limit.
+        interleaved: Whether the rows of ``w_up`` alternate between gate and up; otherwise all gates
             come first.
-        expert_map: ``[experts everywhere]`` int32, as of :func:`tiercel.fused_moe`.
-        up_zero_point: Of int4, whole numbers from 0 to 15 in the dtype of ``x`` and the shape of
+        expert_map: ``[experts everywhere]`` int32, as for :func:`tiercel.fused_moe`.
+        up_zero_point: For int4: whole numbers from 0 to 15 in the dtype of ``x`` and the shape of
             the scales, contiguous; None is 8.
-        down_zero_point: The same of ``w_down``.
+        down_zero_point: The same for ``w_down``.
         up_global_scale: ``[E]`` float32, contiguous; None is 1.
-        down_global_scale: The same of ``w_down``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        down_global_scale: The same for ``w_down``.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, H]``, the dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such format, activation
             or backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.

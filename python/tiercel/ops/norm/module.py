@@ -19,7 +19,7 @@ def _columns(name: str, shape: int | list[int] | tuple[int, ...] | torch.Size) -
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """:class:`torch.nn.RMSNorm` over the last dimension, as :func:`tiercel.rms_norm` computes it.
+    """:class:`torch.nn.RMSNorm` over the last dimension, by :func:`tiercel.rms_norm`.
 
     Its parameter has torch.nn.RMSNorm's name, so that checkpoints fit.
 

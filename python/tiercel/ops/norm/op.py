@@ -210,8 +210,8 @@ def rms_norm(
     """Divides each row by its root mean square: ``x / sqrt(mean(x**2) + eps) * weight + bias``.
 
     RMS norm is from Zhang and Sennrich, 2019 (arXiv:1910.07467). With ``residual`` the sum
-    ``x + residual`` is normalised and returned too, as a transformer's next layer needs it: one
-    kernel reads both and writes both. The sum is rounded to the dtype of ``x`` first.
+    ``x + residual``, rounded to the dtype of ``x``, is normalised and also returned as the new
+    residual, in one kernel.
 
     Statistics and arithmetic are float32, and the result is rounded once. Differentiable in all
     tensors; the gradients of ``weight`` and ``bias`` are sums in a fixed order. Works under
@@ -219,21 +219,21 @@ def rms_norm(
 
     Args:
         x: ``[..., N]``, float32, bfloat16 or float16, any strides. The precompiled kernels take N
-            up to 131072, and are fastest where rows begin and end on 16 bytes.
+            up to 131072, and are fastest where rows begin and end at multiples of 16 bytes.
         weight: ``[N]``, contiguous, of the dtype of ``x`` or float32, or None.
         bias: ``[N]``, the same.
         eps: Added to the mean of the squares; not negative.
         residual: The shape, dtype and device of ``x``, or None.
         out: To write to: of the shape, dtype and device of ``x``, contiguous; with ``residual`` a
             pair of such. They may be ``x`` and ``residual`` themselves. Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The normalised tensor, of the shape and dtype of ``x``; with ``residual`` the pair of it and
         ``x + residual``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, N is 0, ``eps`` is negative, or there is
             no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take such rows.
@@ -259,29 +259,29 @@ def layer_norm(
     """Normalises each row: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
     Layer norm is from Ba, Kiros and Hinton, 2016 (arXiv:1607.06450); the variance is the mean of
-    the squared distances from the mean. A row is read once, and nothing cancels: squares are of
-    distances from the mean of a part of the row, and the parts are joined by Chan's formula.
+    the squared distances from the mean. A row is read once, without cancellation: squared distances
+    are from the mean of a part of the row, and parts are merged by Chan's formula.
 
     With ``residual`` the sum ``x + residual`` is normalised and returned too, as for
     :func:`tiercel.rms_norm`, whose arguments and guarantees are the same.
 
     Args:
         x: ``[..., N]``, float32, bfloat16 or float16, any strides. The precompiled kernels take N
-            up to 131072, and are fastest where rows begin and end on 16 bytes.
+            up to 131072, and are fastest where rows begin and end at multiples of 16 bytes.
         weight: ``[N]``, contiguous, of the dtype of ``x`` or float32, or None.
         bias: ``[N]``, the same.
         eps: Added to the variance; not negative.
         residual: The shape, dtype and device of ``x``, or None.
         out: To write to: of the shape, dtype and device of ``x``, contiguous; with ``residual`` a
             pair of such. They may be ``x`` and ``residual`` themselves. Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The normalised tensor, of the shape and dtype of ``x``; with ``residual`` the pair of it and
         ``x + residual``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, N is 0, ``eps`` is negative, or there is
             no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take such rows.

@@ -25,7 +25,7 @@ def _norm(name: str, eps: float) -> Spec:
         ],
         check=lambda call: _check_columns(name, call.x),
         out_text="with `residual`, ",
-        limits="rows up to 131072",
+        limits="N up to 131072",
         numerics=Numerics(
             4e-6,
             of="terms",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To 8-bit and 4-bit floats and back."""
+"""Quantisation to 8-bit and 4-bit floats and back."""
 
 from __future__ import annotations
 
@@ -122,34 +122,35 @@ def fp8_quantize(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantises to e4m3: ``q * scale`` is ``x`` to 1 part in 16.
+    """Quantises to e4m3: ``q * scale`` approximates ``x``.
 
-    ``scale = max(amax / 448, 2**-126)`` and ``q = e4m3(x * (1 / scale))``: float32, each operation
-    rounded to nearest even, as is the conversion, which saturates at 448. Bit for bit the same on
-    every backend. A NaN, or an infinity, makes NaN of what shares its scale, where 0 is due.
+    ``scale = max(amax / 448, 2**-126)`` and ``q = e4m3(x * (1 / scale))``: in float32, each
+    operation rounded to nearest even, as is the conversion, which saturates at 448. All backends
+    give the same bits. A NaN makes its scale and all values that share it NaN; an infinity makes
+    its scale infinite, itself NaN and the others 0.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
         x: ``[T, K]``, float32, bfloat16 or float16; T and K may be 0. The precompiled kernels take
-            K that is a multiple of 8 and rows at any distance that is a multiple of 16 bytes; ref
-            takes others.
-        granularity: What shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 neighbours of a
-            row, as DeepSeek-V3, arXiv:2412.19437, has for activations) or ``"128x128"`` (a tile, as
-            there for weights). A last group or tile may be smaller.
+            K that is a multiple of 8 and row strides that are multiples of 16 bytes; ref takes
+            others.
+        granularity: What shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 consecutive
+            elements of a row, as DeepSeek-V3, arXiv:2412.19437, uses for activations) or
+            ``"128x128"`` (a tile, as there for weights). The last group or tile may be smaller.
         scale: A scale ``[1, 1]`` to use instead, float32, on the device of ``x``, with
             ``granularity="tensor"``.
-        out: ``(q, scale)`` to write to: contiguous, of the shapes and dtypes below; with a given
-            ``scale`` that must be it.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        out: ``(q, scale)`` to write to: contiguous, of the shapes and dtypes below; a given
+            ``scale`` must be the same tensor.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``q`` ``[T, K]`` float8_e4m3fn, and ``scale`` float32: ``[1, 1]``, ``[T, 1]``,
         ``[T, ceil(K / 128)]`` or ``[ceil(T / 128), ceil(K / 128)]``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such granularity or
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -220,7 +221,7 @@ def rms_norm_quant(
     normed: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`tiercel.rms_norm` whose result is e4m3 with scales, in one launch.
+    """:func:`tiercel.rms_norm` with a result quantised to e4m3 with scales, in one launch.
 
     ``q * scale`` is ``x / sqrt(mean(x**2) + eps) * weight``, quantised from float32 as by
     :func:`tiercel.fp8_quantize`. With ``residual`` the sum ``x + residual``, rounded to the dtype
@@ -231,23 +232,23 @@ def rms_norm_quant(
 
     Args:
         x: ``[T, N]`` bfloat16 or float16. The precompiled kernels take N that is a multiple of 8 up
-            to 16384, and rows at any distance that is a multiple of 16 bytes; ref takes others.
+            to 16384, and row strides that are multiples of 16 bytes; ref takes others.
         q: ``[T, N]`` float8_e4m3fn, contiguous, written to.
-        scale: float32, contiguous. Written to: ``[T, 1]`` with ``"row"``,
-            ``[T, ceil(N / 128)]`` with ``"1x128"``. With ``"tensor"`` ``[1, 1]``, and given.
+        scale: float32, contiguous. ``[T, 1]`` with ``"row"`` and ``[T, ceil(N / 128)]`` with
+            ``"1x128"``, written to; ``[1, 1]`` with ``"tensor"``, an input.
         weight: ``[N]``, contiguous, of the dtype of ``x`` or float32, or None.
         granularity: What shares a scale: ``"tensor"``, ``"row"`` or ``"1x128"``.
         eps: Added to the mean of the squares; not negative.
         residual: ``[T, N]`` of the dtype of ``x``, written to, or None.
-        normed: ``[T, N]`` of the dtype of ``x``, contiguous, written to: the values that are
-            quantised, rounded; or None.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        normed: ``[T, N]`` of the dtype of ``x``, contiguous, written to: the values before
+            quantisation, rounded; or None.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(q, scale)``, the arguments.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, ``eps`` is negative, or there is no such
             granularity or backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -289,7 +290,8 @@ def act_and_mul_quant(
     granularity: str = "row",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`tiercel.silu_and_mul` and its kin with e4m3 and scales as the result, in one launch.
+    """:func:`tiercel.silu_and_mul` and its like with a result quantised to e4m3 with scales, in one
+    launch.
 
     ``q * scale`` is ``activation(gate) * factor``, quantised from float32 as by
     :func:`tiercel.fp8_quantize`.
@@ -299,20 +301,20 @@ def act_and_mul_quant(
 
     Args:
         x: ``[T, 2N]`` bfloat16 or float16, the gates in the first half and the factors in the
-            second. The precompiled kernels take N that is a multiple of 8 up to 32768, and rows at
-            any distance that is a multiple of 16 bytes; ref takes others.
+            second. The precompiled kernels take N that is a multiple of 8 up to 32768, and row
+            strides that are multiples of 16 bytes; ref takes others.
         q: ``[T, N]`` float8_e4m3fn, contiguous, written to.
-        scale: float32, contiguous. Written to: ``[T, 1]`` with ``"row"``,
-            ``[T, ceil(N / 128)]`` with ``"1x128"``. With ``"tensor"`` ``[1, 1]``, and given.
+        scale: float32, contiguous. ``[T, 1]`` with ``"row"`` and ``[T, ceil(N / 128)]`` with
+            ``"1x128"``, written to; ``[1, 1]`` with ``"tensor"``, an input.
         activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
         granularity: What shares a scale: ``"tensor"``, ``"row"`` or ``"1x128"``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(q, scale)``, the arguments.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such activation,
             granularity or backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
@@ -352,32 +354,32 @@ def nvfp4_quantize(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantises to NVFP4: 16 neighbours of a row become 16 e2m1 values and one e4m3 scale.
+    """Quantises to NVFP4: each 16 consecutive elements of a row become 16 e2m1 values and an e4m3
+    scale.
 
     ``scale = e4m3(min(amax / 6 / global_scale, 448))`` and
-    ``q = e2m1(x * (1 / (scale * global_scale)))``: float32, each operation rounded to nearest even,
-    as are the two conversions; e2m1 saturates at 6. Bit for bit the same on every backend. A group
-    whose scale comes out as 0 becomes zeros, one with a NaN has the scale NaN, one with an infinity
-    the scale 448. Signs stay, that of 0 too.
+    ``q = e2m1(x * (1 / (scale * global_scale)))``: in float32, each operation rounded to nearest
+    even, as are the two conversions; e2m1 saturates at 6. All backends give the same bits. A group
+    whose scale is rounded to 0 becomes zeros, one with a NaN gets the scale NaN, one with an
+    infinity the scale 448. Signs are kept, also of zeros.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
         x: ``[T, K]``, float32, bfloat16 or float16, K a multiple of 16; T and K may be 0. The
-            precompiled kernels take rows at any distance that is a multiple of 16 bytes; ref takes
-            others.
-        global_scale: ``[1]`` float32, on the device of ``x``; None is 1. The largest magnitude of
-            ``x`` over ``448 * 6`` uses all of the scales' range.
+            precompiled kernels take row strides that are multiples of 16 bytes; ref takes others.
+        global_scale: ``[1]`` float32, on the device of ``x``; None is 1. Use the largest magnitude
+            of ``x`` divided by ``448 * 6`` for the full range of the scales.
         out: ``(q, scale)`` to write to: contiguous, of the shapes and dtypes below.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        ``q`` ``[T, K / 2]`` float4_e2m1fn_x2: two values a byte, the first in its low half; and
+        ``q`` ``[T, K / 2]`` float4_e2m1fn_x2: two values per byte, the first in its low half; and
         ``scale`` ``[T, K / 16]`` float8_e4m3fn.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
@@ -417,29 +419,28 @@ def nvfp4_dequantize(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The values that NVFP4 stands for: ``q * (scale * global_scale)``, rounded to ``dtype``.
+    """Dequantises NVFP4: ``q * (scale * global_scale)``, rounded to ``dtype``.
 
-    Both products are float32, rounded once each to nearest even; without a global scale they are
-    exact. Bit for bit the same on every backend.
+    Both products are float32, each rounded to nearest even; without a global scale they are exact.
+    All backends give the same bits.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
-        q: ``[T, K / 2]`` float4_e2m1fn_x2, contiguous: two values a byte, the first in its low
+        q: ``[T, K / 2]`` float4_e2m1fn_x2, contiguous: two values per byte, the first in its low
             half. K is a multiple of 16.
         scale: ``[T, K / 16]`` float8_e4m3fn, contiguous, on the device of ``q``.
         global_scale: ``[1]`` float32, on the device of ``q``; None is 1.
         dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
-        out: ``[T, K]`` to write to, contiguous, of one of these dtypes; then ``dtype`` does not
-            count.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        out: ``[T, K]`` to write to, contiguous, of one of these dtypes; ``dtype`` is then ignored.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, K]`` of ``dtype``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -42,7 +42,7 @@ FP8_QUANTIZE = Spec(
             shape_text=lambda call: _SCALE_TEXTS[call.granularity],
         ),
     ],
-    limits="K a multiple of 8, rows on 16 bytes",
+    limits="K a multiple of 8, 16-byte aligned rows",
     numerics=Numerics(0),
 )
 FP8_QUANTIZE_STATIC = Spec(
@@ -85,7 +85,7 @@ FP8_QUANTIZE_TRANSPOSE = Spec(
     ],
     # T, rounded up
     dims={"P": lambda call: (call.x.shape[0] + 127) // 128 * 128},
-    limits="K a multiple of 8, rows on 16 bytes",
+    limits="K a multiple of 8, 16-byte aligned rows",
     numerics=Numerics(0),
 )
 
@@ -125,7 +125,7 @@ RMS_NORM_QUANT = Spec(
     Tensor("residual", "T N", "x", strided=True, optional=True, written=True),
     Tensor("normed", "T N", "x", optional=True, written=True),
     check=lambda call: _check_fused_scale("rms_norm_quant", call),
-    limits="N a multiple of 8 up to 16384, rows on 16 bytes",
+    limits="N a multiple of 8 up to 16384, 16-byte aligned rows",
     numerics=Numerics(
         4e-6, of="result", sums="float32: lanes, then warps; with a residual, of the rounded sum"
     ),
@@ -139,7 +139,7 @@ ACT_AND_MUL_QUANT = Spec(
     _GRANULARITY,
     dims={"N": Dim("x", 1, divisor=2)},
     check=_check_gated,
-    limits="N a multiple of 8 up to 32768, rows on 16 bytes",
+    limits="N a multiple of 8 up to 32768, 16-byte aligned rows",
     numerics=Numerics(2**-16, of="result"),
 )
 
@@ -161,7 +161,7 @@ NVFP4_QUANTIZE = Spec(
         Tensor("scale", "T K/16", "float8_e4m3fn"),
     ],
     check=lambda call: _check_columns("nvfp4_quantize", "x", call.x, 16),
-    limits="rows on 16 bytes",
+    limits="16-byte aligned rows",
     numerics=Numerics(0),
 )
 NVFP4_DEQUANTIZE = Spec(
@@ -174,6 +174,6 @@ NVFP4_DEQUANTIZE = Spec(
     results=[Tensor("out", "T K", "dtype", rtol=3e-7)],
     dims={"K": lambda call: 2 * call.q.shape[1] if call.q.dim() == 2 else None},
     check=lambda call: _check_columns("nvfp4_dequantize", "q", call.q, 8),
-    limits="rows on 16 bytes",
+    limits="16-byte aligned rows",
     numerics=Numerics(3e-7),
 )

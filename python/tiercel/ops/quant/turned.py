@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To e4m3, as it lies in memory and transposed."""
+"""Quantisation to e4m3 of a matrix and its transpose."""
 
 from __future__ import annotations
 
@@ -78,32 +78,32 @@ _OP = Op(
 def fp8_quantize_transpose(
     x: Tensor, granularity: str = "1x128", *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantises to e4m3 as it lies in memory and transposed, reading ``x`` once.
+    """Quantises ``x`` and its transpose to e4m3, reading ``x`` once.
 
-    A float8 layer's gradients sum over tokens, and the tensor cores take float8 operands only with
-    neighbours along what is summed. The results are, bit for bit, those of
-    :func:`tiercel.fp8_quantize` for ``x`` and for ``x.t()``, whose rows are filled up with zeros.
-    With ``"1x128"`` each has scales along its own rows; with ``"128x128"`` the values and scales of
-    one are the other's, transposed.
+    The weight gradient of a float8 layer sums over tokens, and tensor cores take float8 operands
+    only if they are contiguous along the summed dimension. The results have the bits of
+    :func:`tiercel.fp8_quantize` for ``x`` and for ``x.t()``, whose rows are padded with zeros. With
+    ``"1x128"`` each has scales along its own rows; with ``"128x128"`` the values and scales of one
+    are the other's, transposed.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
 
     Args:
         x: ``[T, K]``, float32, bfloat16 or float16; T and K may be 0. The precompiled kernels take
-            K that is a multiple of 8; ref takes others. They read rows at any distance that is a
-            multiple of 16 bytes; what lies otherwise is copied first.
+            K that is a multiple of 8; ref takes others. Tensors whose row stride is not a multiple
+            of 16 bytes are copied first.
         granularity: ``"1x128"`` for activations and gradients, ``"128x128"`` for weights.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``q`` ``[T, K]`` float8_e4m3fn and its ``scale``, float32: ``[T, ceil(K / 128)]`` or
         ``[ceil(T / 128), ceil(K / 128)]``. Then ``q_t`` ``[K, P]``, where P is T rounded up to a
-        multiple of 128, and its ``scale_t``: ``[P / 128, K]``, those of 128 tokens in a row, or
+        multiple of 128, and its ``scale_t``: ``[P / 128, K]``, one per 128 tokens of a row, or
         ``[ceil(K / 128), P / 128]``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape or device does not fit, or there is no such granularity or backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

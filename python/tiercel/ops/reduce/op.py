@@ -135,22 +135,22 @@ def reduce(
 
     Args:
         x: Of one dimension or more, float32, bfloat16 or float16, any strides. The precompiled
-            kernels take what leaves at most two dimensions when those that lie side by side in
-            memory are joined: every contiguous ``x``, and every one of up to three dimensions.
-            With ``dim=None`` an ``x`` that cannot be viewed flat is copied first.
+            kernels take strides that leave at most two dimensions besides ``dim`` after merging
+            contiguous ones: every contiguous ``x``, and every ``x`` of up to three dimensions. With
+            ``dim=None`` an ``x`` that cannot be viewed flat is copied first.
         dim: The dimension, or None for all.
         op: ``"sum"``, ``"mean"``, ``"max"`` or ``"amax"``.
         keepdim: Keep reduced dimensions, with size 1.
         dtype: The result's: that of ``x`` (the default) or float32.
-        out: What to write to: contiguous, of the result's shape, of the dtype of ``x`` or float32,
-            on the device of ``x``. Then no gradient flows and ``dtype`` does not count.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        out: Tensor to write to: contiguous, of the result's shape, of the dtype of ``x`` or
+            float32, on the device of ``x``. Then no gradient flows and ``dtype`` is ignored.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``x``'s shape without ``dim``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or ``x`` is no tensor.
+        TypeError: A dtype is not one of the above, or ``x`` is not a tensor.
         ValueError: A dimension, shape, stride or device does not fit, a maximum is over nothing, or
             there is no such operation or backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take these strides.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding, and keys and values into a paged cache; apart and in one launch."""
+"""Rotary position embedding and writes to a paged cache, separately and in one launch."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def rotary_embedding(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turns pairs of elements of queries and keys by their token's position, in one launch.
+    """Rotates pairs of elements of queries and keys by their token's position, in one launch.
 
-    Rotary position embedding (Su et al., 2021, arXiv:2104.09864). Of each head the first R elements
-    are turned, ``(x, y) -> (x cos - y sin, y cos + x sin)``, the others are copied. Pairs are
+    Rotary position embedding (Su et al., 2021, arXiv:2104.09864). The first R elements of each head
+    are rotated, ``(x, y) -> (x cos - y sin, y cos + x sin)``; the others are copied. Pairs are
     elements i and i + R/2 (GPT-NeoX, Llama), or 2i and 2i + 1 with ``interleaved`` (GPT-J).
     Arithmetic is float32, and results are rounded once.
 
@@ -104,23 +104,23 @@ def rotary_embedding(
     and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``. Below 0 the first
-            row is taken, beyond the end the last one.
+        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``, clamped to its
+            first and last row.
         q: ``[T, H, D]``, float32, bfloat16 or float16. The precompiled kernels take any strides
             with a contiguous last dimension; fastest with all others multiples of 16 bytes.
         k: ``[T, Hk, D]``, the same; Hk may be 0.
         cos_sin_cache: ``[P, R]``, contiguous: R/2 cosines, then R/2 sines. float32 or the dtype of
             ``q``; R is even and at most D, and P is 1 or more.
-        interleaved: Which elements make a pair.
-        inplace: Turn ``q`` and ``k`` themselves.
+        interleaved: Whether pairs are elements 2i and 2i + 1 instead of i and i + R/2.
+        inplace: Whether to rotate ``q`` and ``k`` in place.
         out: ``(q_out, k_out)`` to write to, of the shapes, dtypes and device of ``q`` and ``k``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        ``(q, k)`` turned.
+        ``(q, k)`` rotated.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
@@ -183,17 +183,17 @@ def kv_cache_write(
             to; any strides with a contiguous last dimension.
         value_cache: The same.
         slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token.
-            -1, and whatever else lies outside of the cache, is skipped. Of tokens with the same
-            slot any one may stay, or parts of several.
+            -1, or any other slot outside of the cache, is skipped. If tokens share a slot, it holds
+            any one of them, or parts of several.
         key_scale: float32, one element or H of them; None is 1. For float8 only.
         value_scale: The same.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(key_cache, value_cache)``, the arguments.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
@@ -243,10 +243,11 @@ def qk_norm_rope_cache(
     value_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All between the projection and attention of a decode step, in one launch.
+    """Norms, rotates and caches the heads of a decode step, between projection and attention, in
+    one launch.
 
     Each head of queries and keys is divided by its root mean square where there is a weight, as by
-    :func:`tiercel.rms_norm`, and turned as by :func:`tiercel.rotary_embedding`. Queries go to
+    :func:`tiercel.rms_norm`, and rotated as by :func:`tiercel.rotary_embedding`. Queries go to
     ``q_out``, keys and values to a paged cache as by :func:`tiercel.kv_cache_write`. Arithmetic is
     float32 from the first step to the last, and results are rounded once.
 
@@ -256,35 +257,36 @@ def qk_norm_rope_cache(
     Args:
         q: ``[T, H, D]`` bfloat16 or float16. The precompiled kernels take D that is a multiple of 8
             up to 512, and any strides that are multiples of 16 bytes with a contiguous last
-            dimension, such as the parts of one projection.
+            dimension, such as slices of one projection.
         k: ``[T, Hk, D]``, the same.
         v: The same.
-        q_out: ``[T, H, D]``, written to: of the dtype of ``q``, and ``q`` itself to work in place;
-            or float8_e4m3fn, for ``element / q_scale``.
+        q_out: ``[T, H, D]``, written to: of the dtype of ``q``, possibly ``q`` itself; or
+            float8_e4m3fn, for ``element / q_scale``.
         key_cache: ``[blocks, block size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn, written
             to; any strides with a contiguous last dimension.
         value_cache: The same.
         slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token.
-            -1, and whatever else lies outside of the cache, is skipped, not so the token's query.
-        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``. Below 0 the first
-            row is taken, beyond the end the last one.
+            -1, or any other slot outside of the cache, is skipped; the token's query is computed
+            all the same.
+        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``, clamped to its
+            first and last row.
         cos_sin_cache: ``[P, R]``, contiguous: R/2 cosines, then R/2 sines. float32 or the dtype of
             ``q``; R is even and at most D, and P is 1 or more. The precompiled kernels take R that
             is a multiple of 16.
         q_weight: ``[D]``, contiguous, of the dtype of ``q`` or float32; None for no norm.
         k_weight: The same, for keys.
         eps: Added to the mean of the squares; not negative.
-        interleaved: Which elements make a pair: 2i and 2i + 1, not i and i + R/2.
+        interleaved: Whether pairs are elements 2i and 2i + 1 instead of i and i + R/2.
         q_scale: float32, one element or H of them; None is 1. For a float8 ``q_out`` only.
         key_scale: float32, one element or Hk of them; None is 1. For a float8 cache only.
         value_scale: The same.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``(q_out, key_cache, value_cache)``, the arguments.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, ``eps`` is negative, or there is no such
             backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.

@@ -132,6 +132,6 @@ QK_NORM_ROPE_CACHE = Spec(
     Tensor("key_scale", "*", "float32", optional=True),
     Tensor("value_scale", "*", "float32", optional=True),
     check=_check_fused,
-    limits="D a multiple of 8 up to 512, R of 16, all on 16 bytes",
+    limits="D a multiple of 8 up to 512, R a multiple of 16, 16-byte aligned strides",
     numerics=Numerics(4e-6, of="terms", sums="float32: over a head, lanes in a fixed order"),
 )

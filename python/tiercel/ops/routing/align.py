@@ -135,40 +135,40 @@ def moe_align_block_size(
     out: tuple[Tensor, Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts chosen experts' tokens by expert, each expert's share padded to whole blocks.
+    """Sorts tokens by chosen expert and pads each expert's share to whole blocks.
 
-    What a grouped matrix product over experts needs, with vLLM's contract: block ``b`` of
-    ``block_size`` slots belongs to expert ``expert_ids[b]``, and slot ``s`` holds the number of an
-    element of ``topk_ids``, ``t * k + j``, or ``T * k`` where it is padding. Within an expert the
-    numbers ascend, so the result is the same every time.
+    A grouped matrix product over experts takes the result, which follows vLLM's contract: block
+    ``b`` of ``block_size`` slots belongs to expert ``expert_ids[b]``, and slot ``s`` holds the
+    index ``t * k + j`` of an element of ``topk_ids``, or ``T * k`` for padding. Within an expert
+    the indices ascend, so the result is deterministic.
 
     Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        topk_ids: ``[T, k]``, int32 or int64, contiguous: experts that were chosen, as from
+        topk_ids: ``[T, k]``, int32 or int64, contiguous: the chosen experts, as from
             :func:`tiercel.topk_softmax`. Ids outside of 0 to ``num_experts - 1`` are left out.
         block_size: Slots of one block, such as 16 to 256.
         num_experts: How many experts there are; the precompiled kernels take up to 1024.
-        expert_map: ``[num_experts]`` int32, for expert parallelism: an expert's number on this
-            device, or -1 where it is on another one. Any other number is handed on, and with
-            ``ignore_invalid_experts`` counts as -1.
-        pad_sorted_ids: Make the number of slots a multiple of ``block_size``.
-        ignore_invalid_experts: What ``expert_map`` does. False: all experts' tokens are sorted, and
-            ``expert_ids`` holds the mapped numbers, -1 included. True: tokens of experts that the
-            map lacks are left out, and the sorting is by the mapped numbers.
+        expert_map: ``[num_experts]`` int32, for expert parallelism: an expert's index on this
+            device, or -1 for an expert of another one. Other indices are passed on as they are;
+            with ``ignore_invalid_experts`` they count as -1.
+        pad_sorted_ids: Whether to round the number of slots up to a multiple of ``block_size``.
+        ignore_invalid_experts: How to use ``expert_map``. False: all experts' tokens are sorted,
+            and ``expert_ids`` holds the mapped indices, -1 included. True: tokens of experts mapped
+            to -1 are left out, and sorting is by the mapped indices.
         out: ``(sorted_token_ids, expert_ids, num_tokens_post_padded)`` to write to: contiguous and
             int32; the first may be longer than needed, and the second then has a block for each
-            ``block_size`` of it. ``pad_sorted_ids`` does not count then.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+            ``block_size`` of it. ``pad_sorted_ids`` is then ignored.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``sorted_token_ids`` ``[S]``, where S is ``T * k + num_experts * (block_size - 1)``, or
         ``T * k * block_size`` where that is less and there are fewer ids than experts;
-        ``expert_ids`` ``[ceil(S / block_size)]``, -1 for blocks behind the last one that is used;
-        ``num_tokens_post_padded`` ``[1]``, the slots of the blocks that are used. All int32.
+        ``expert_ids`` ``[ceil(S / block_size)]``, -1 for unused blocks at the end;
+        ``num_tokens_post_padded`` ``[1]``, the number of slots in used blocks. All int32.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor or no int.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor or no int.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and there are too many experts.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.

@@ -256,10 +256,9 @@ def topk_softmax_align(
 ) -> _Five:
     """:func:`tiercel.topk_softmax`, then :func:`tiercel.moe_align_block_size` of its indices.
 
-    Up to 128 tokens this is one launch, where two would cost more than the work; beyond that it is
-    the two. Results are the same, bit for bit, as those of :func:`tiercel.moe_align_block_size`
-    with ``num_experts = E + n_shared`` on the indices, and the weights are the same to a rounding
-    or two.
+    One launch for up to 128 tokens, else two. The routing has the bits of
+    :func:`tiercel.moe_align_block_size` with ``num_experts = E + n_shared``, and the weights are
+    the same to within one or two roundings.
 
     Differentiable in ``scores``, through the weights. Works under torch.compile and torch.export,
     and in CUDA graphs; it never synchronises.
@@ -285,14 +284,14 @@ def topk_softmax_align(
         token_ids: The same.
         expert_table: The same. What is no expert is in no list.
         out: All five results, to write to; as for the two functions.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``weights`` and ``indices`` ``[T, k + n_shared]``, then ``sorted_token_ids``,
         ``expert_ids`` and ``num_tokens_post_padded``.
 
     Raises:
-        TypeError: A dtype is not one of those above, or an argument is no tensor or no int.
+        TypeError: A dtype is not one of those above, or an argument is not a tensor or no int.
         ValueError: A shape, stride or device does not fit, k is not from 1 to E, or there is no
             such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and E or k is too large for it.

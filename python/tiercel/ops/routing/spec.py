@@ -43,7 +43,7 @@ TOPK_SOFTMAX = Spec(
         Tensor("indices", "T k", "indices_dtype"),
     ],
     check=_check_topk,
-    limits="1024 experts, k up to 32",
+    limits="up to 1024 experts, k up to 32",
     numerics=Numerics(
         4e-6,
         of="result",
@@ -215,7 +215,7 @@ MOE_ALIGN_BLOCK_SIZE = Spec(
     results=_LISTS,
     dims=_DIMS,
     check=lambda call: _check_slots("moe_align_block_size", call),
-    limits="1024 experts",
+    limits="up to 1024 experts",
     numerics=Numerics(0),
 )
 
@@ -233,7 +233,7 @@ TOPK_SOFTMAX_ALIGN = Spec(
     results=[*TOPK_SOFTMAX.results, *_LISTS],
     dims=_DIMS,
     check=_check_topk_align,
-    limits="1024 experts, k up to 32",
+    limits="up to 1024 experts, k up to 32",
     numerics=Numerics(
         4e-6,
         of="result",

@@ -64,7 +64,7 @@ def moe_sum(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Adds up the outputs of each token's experts, with a weight each where there are some.
+    """Adds up the outputs of each token's experts, optionally weighted.
 
     The last step of a mixture of experts: ``out[t] = sum over j of weights[t, j] * x[t, j]``. Sums
     are float32, in the order of j, and rounded once.
@@ -78,13 +78,13 @@ def moe_sum(
         weights: ``[T, k]`` float32, contiguous, or None for a plain sum.
         out: ``[T, H]`` to write to, contiguous, of the dtype and on the device of ``x``. Then no
             gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[T, H]``, the dtype of ``x``.
 
     Raises:
-        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        TypeError: A dtype is not one of the above, or an argument is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 

@@ -222,22 +222,23 @@ def topk_softmax(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses the k largest scores of each row and gives them softmax weights.
+    """Selects the k largest scores of each row and computes their softmax weights.
 
     This is the router of a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538): with
     ``softmax_first`` as in Switch Transformer and DeepSeek-MoE, without it as in Mixtral.
 
-    The selection is exact and made on the scores themselves: descending, ties by lowest index,
-    -0.0 equal to +0.0, NaN above everything. Arithmetic is float32. A row that holds NaN or +inf,
-    or nothing but -inf, gets NaN weights, as from :func:`torch.softmax`; its indices still hold.
+    The selection is exact, on the scores themselves: descending, ties by lowest index, -0.0 equal
+    to +0.0, NaN above everything. Arithmetic is float32. A row that holds NaN or +inf, or nothing
+    but -inf, gets NaN weights, as from :func:`torch.softmax`; its indices are still those of the
+    selection.
 
     With ``scoring``, ``correction_bias`` and groups it is the router of DeepSeek-V2, V3 and V4, GLM
-    and Kimi. Where there is a bias, the selection is by ``score + correction_bias`` in float32,
-    rounded in the same way by all backends, so that it is the same everywhere.
+    and Kimi. With a bias, the selection is by ``score + correction_bias`` in float32, which all
+    backends round alike, so they select the same experts.
 
     With ``expert_table`` there is no selection: the experts of row t are
-    ``expert_table[token_ids[t]]``, in that order, and the weights are made of their scores as
-    otherwise. This is the hash routing of DeepSeek-V4's first layers: ``Gate`` in the models'
+    ``expert_table[token_ids[t]]``, in that order, and the weights are computed from their scores as
+    above. This is the hash routing of DeepSeek-V4's first layers: ``Gate`` in the models'
     ``inference/model.py`` (``tid2eid``), ``DeepseekV4HashRouter`` in transformers.
 
     Differentiable in ``scores``. Works under torch.compile and torch.export, and in CUDA graphs;
@@ -255,28 +256,27 @@ def topk_softmax(
         scoring: The function of a score: ``"softmax"``; ``"sigmoid"``; ``"sqrtsoftplus"``, the root
             of ``log(1 + exp(x))``. With the latter two the weights are the selected scores, and
             ``renormalize`` divides them by their sum plus 1e-20.
-        correction_bias: ``[E]`` float32 or None: is added for the selection, not to the weights. No
-            gradient flows to it.
-        n_group: Equal groups of neighbouring experts, up to 32.
-        topk_group: Experts are selected in that many groups: those with the largest sums of two
-            best ``score + correction_bias`` or, without a bias, with the largest scores.
-        scaling_factor: Multiplies the weights, last.
-        n_shared: Shared experts, E to E + n - 1, which every row gets behind the selected ones,
-            with weight 1 whatever ``scaling_factor`` is.
+        correction_bias: ``[E]`` float32 or None: added to the scores for the selection, not for the
+            weights. No gradient flows to it.
+        n_group: The number of equal groups of consecutive experts, up to 32.
+        topk_group: The number of groups to select experts from: those with the largest sum of their
+            two best ``score + correction_bias`` or, without a bias, with the largest score.
+        scaling_factor: Factor of the weights.
+        n_shared: The number of shared experts, E to E + n_shared - 1, appended to each row's
+            selection with weight 1 whatever ``scaling_factor`` is.
         token_ids: ``[T]`` int32 or int64: each row's token, with ``expert_table``.
-        expert_table: ``[tokens, k]`` int32: each token's experts; not with ``correction_bias`` and
-            groups. A number that is no expert gives index -1 and weight 0 and has no part in sums;
-            a token that the table lacks gives a row of these. ``TIERCEL_CHECK=1`` makes both an
-            error.
-        out: ``(weights, indices)`` to write to: contiguous, of the shapes and dtypes below, on
-            the device of ``scores``. Then ``indices_dtype`` does not count and no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        expert_table: ``[tokens, k]`` int32: each token's experts; not with ``correction_bias`` or
+            groups. An invalid expert gives index -1 and weight 0 and is left out of sums; an
+            invalid token gives a row of these. ``TIERCEL_CHECK=1`` makes both an error.
+        out: ``(weights, indices)`` to write to: contiguous, of the shapes and dtypes below, on the
+            device of ``scores``. Then ``indices_dtype`` is ignored and no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``weights`` ``[T, k + n_shared]`` float32, and ``indices`` likewise.
 
     Raises:
-        TypeError: A dtype is not one of the above, or ``scores`` is no tensor.
+        TypeError: A dtype is not one of the above, or ``scores`` is not a tensor.
         ValueError: A shape, stride or device does not fit, k is not from 1 to E, or there is no
             such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and E or k is too large for it.

@@ -87,50 +87,49 @@ def sample(
 ) -> Tensor | tuple[Tensor, ...]:
     """Draws a token from each row of logits, in one launch that reads them once, without a sort.
 
-    Penalties and mask first, then ``softmax(logits / temperature)``, of which min-p, top-k and
-    top-p keep a part, one after another. The result is a function of the row, its parameters, its
-    seed and offset: with ``seeds`` it depends neither on the other rows nor on the row's place.
-    Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises. No
-    gradient flows.
+    Applies penalties and mask, computes ``softmax(logits / temperature)``, and filters it by min-p,
+    top-k and top-p, in this order. The result is a function of the row, its parameters, seed and
+    offset: with ``seeds`` it depends neither on the other rows nor on the row's index. Works under
+    torch.compile and torch.export, and in CUDA graphs; it never synchronises. No gradient flows.
 
-    Each parameter is a number, which counts for all rows, or a tensor ``[T]``: float32, int32 for
-    ``top_k``, int64 for ``seed`` and ``offset``. A tensor may also be given under the plural name,
-    which goes before the number.
+    Each parameter is a number for all rows or a tensor ``[T]``: float32, int32 for ``top_k``, int64
+    for ``seed`` and ``offset``. A tensor may also be given under the plural name, which has
+    precedence over the number.
 
     Args:
         logits: ``[T, V]``; float32, bfloat16 or float16, any strides. The kernels take V up to
             409600 in float32 and with penalties, and 800000 in 16 bits.
-        temperature: 0 (or NaN) is greedy: the largest logit, of several the first.
-        top_k: Keeps the tokens that are as large as the k-th largest, ties included; 0, or V and
+        temperature: 0 (or NaN) is greedy: the first largest logit.
+        top_k: Keeps the tokens whose logit is at least the k-th largest, ties included; 0, or V and
             more: all.
-        top_p: Keeps the largest tokens that together have ``top_p`` of the probability that min-p
-            and top-k left: the fewest, and those equal to the last. 1: all.
+        top_p: Keeps the fewest most probable tokens that together have ``top_p`` of the probability
+            left by min-p and top-k, and ties of the last. 1: all.
         min_p: Keeps tokens with at least ``min_p`` of the probability of the most probable.
-        seed: A tensor has one seed for each row. A number is the seed of all rows, whose results
-            then also depend on the row's place.
-        offset: The place in the random sequence of the seed: another one for each step.
-        repetition_penalty: Divides positive logits, and multiplies others, of tokens that
-            ``prompt`` or ``counts`` has.
-        presence_penalty: Is subtracted from the logits of tokens that ``counts`` has.
-        frequency_penalty: Is subtracted as often as ``counts`` says.
-        counts: ``[T, V]`` int32: how often the output has each token, or None.
+        seed: A tensor has one seed per row. A number is the seed of all rows; results then also
+            depend on the row's index.
+        offset: The position in the seed's random sequence; use a new one at each step.
+        repetition_penalty: Divides positive logits and multiplies others, for tokens in ``prompt``
+            or ``counts``.
+        presence_penalty: Subtracted from the logits of tokens in ``counts``.
+        frequency_penalty: Subtracted once per occurrence in ``counts``.
+        counts: ``[T, V]`` int32: how often each token occurs in the output, or None.
         prompt: ``[T, ceil(V / 32)]`` int32: bit ``v % 32`` of word ``v // 32`` is set for the
             tokens of the prompt; or None.
         allowed: Likewise; all other tokens have probability 0. None: all are allowed.
         indices_dtype: Of the tokens: ``torch.int32`` or ``torch.int64``.
         return_logprobs: Also return the tokens' log-probabilities: of the softmax of the logits
             after penalties and mask, at temperature 1 and before the filters.
-        top_logprobs: Also return that many tokens of each row, those with the largest logits after
-            penalties and mask, and their log-probabilities, of the same softmax: descending, ties
-            by lowest index. The kernels take up to 32, in a second launch that reads the logits
-            again. 0: none.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        top_logprobs: Also return this many tokens of each row with the largest logits after
+            penalties and mask, and their log-probabilities by the same softmax: descending, ties by
+            lowest index. The kernels take up to 32, in a second launch that reads the logits again.
+            0: none.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The tokens ``[T]``, and with ``return_logprobs`` their log-probabilities, float32. A row
-        that holds NaN, or nothing but -inf, has token -1 and NaN. With ``top_logprobs=k`` these
-        two and the best tokens ``[T, k]`` and their log-probabilities ``[T, k]``; behind the last
-        token with a logit above -inf come -1 and -inf.
+        that holds NaN, or nothing but -inf, has token -1 and log-probability NaN. With
+        ``top_logprobs=k`` also the best tokens ``[T, k]`` and their log-probabilities ``[T, k]``,
+        padded with -1 and -inf if fewer than k logits are above -inf.
 
     Raises:
         TypeError: A dtype or type is not one of the above.

@@ -102,49 +102,50 @@ def verify_draft(
     Rejection sampling (Leviathan et al., 2023, arXiv:2211.17192): draft token ``i`` is accepted
     with probability ``min(1, p / q)``, where ``p`` is its probability for the target, with
     temperature and filters as in :func:`tiercel.sample`, and ``q`` that of the draft. The first
-    that is not is replaced by a token drawn from ``max(p - q, 0)``. Behind the last one, if all are
-    accepted, comes one drawn from ``p``.
+    rejected one is replaced by a token drawn from ``max(p - q, 0)``. If all are accepted, one more
+    token is drawn from ``p``.
 
-    Without ``draft_probs`` the draft is taken as certain (``q`` is 1), as from a greedy draft model
-    or from n-grams. Then a token is drawn for each position with the seed and ``offset + i``, and
-    drafts are accepted as long as they are the tokens drawn: the result has the tokens that
-    :func:`tiercel.sample` would give one by one, with the same seed and offsets.
+    Without ``draft_probs`` the draft is deterministic (``q`` is 1), as from a greedy draft model or
+    n-grams. Then a token is drawn for each position with the seed and ``offset + i``, and draft
+    tokens are accepted as long as they equal the drawn ones: the result has the tokens that
+    :func:`tiercel.sample` would draw one by one, with the same seed and offsets.
 
     With ``parents`` the draft is a tree, as in SpecInfer (Miao et al., 2024, arXiv:2305.09781).
     From the root on, a node's children are tried in order, the first against ``p``; where one is
-    rejected, the next is tried against ``max(p - q, 0)``, renormalised, and so on. The first that
-    is accepted is the next node; if there is none, the new token is drawn from what is left.
+    rejected, the next is tried against ``max(p - q, 0)``, renormalised, and so on. The first
+    accepted child is the next node; if none is, the new token is drawn from the remaining
+    distribution.
 
     Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
         draft_tokens: ``[B, S]``, int32 or int64.
-        logits: ``[B, S + 1, V]``: the target's, for each draft token and behind the last one;
+        logits: ``[B, S + 1, V]``: the target's, at each draft token and after the last one;
             float32, bfloat16 or float16, any strides; V as for :func:`tiercel.sample`.
-        draft_probs: ``[B, S, V]`` float32: the probabilities from which the draft was drawn, of
-            tokens that had none 0; or None.
-        temperature: A number, or a tensor ``[B]``, which may also be given under the plural name,
-            as for :func:`tiercel.sample`, like the next five. 0 is greedy: a draft token is
-            accepted if it is the target's first largest.
+        draft_probs: ``[B, S, V]`` float32: the probabilities from which the draft was drawn, 0 for
+            tokens without one; or None.
+        temperature: A number or a tensor ``[B]``, which may also be given under the plural name, as
+            for :func:`tiercel.sample`; so are the next five. 0 is greedy: a draft token is accepted
+            if it is the target's first largest.
         top_k: The same.
         top_p: The same.
         min_p: The same.
-        seed: The same; a number is one for all sequences, which then also differ by their place.
-        offset: The same, of the first position; position ``i`` takes ``offset + i``.
-        parents: ``[B, S]`` int32: each node's parent, an earlier node, or -1 for the root, which is
-            what stands before the draft; or None for a chain. Then ``logits[:, 0]`` is the root's
-            and ``logits[:, i + 1]`` that of node i, with ``offset + i + 1``; ``draft_probs[:, i]``
-            is what node i was drawn from, given the siblings before it. A node with another number
-            is never reached, and ``TIERCEL_CHECK=1`` makes it an error. The kernels take up to 64
-            nodes.
+        seed: The same; with a number, results also depend on the sequence's index.
+        offset: The same, for the first position; position ``i`` uses ``offset + i``.
+        parents: ``[B, S]`` int32: each node's parent: an earlier node, or -1 for the root, the
+            token before the draft. None for a chain. With a tree ``logits[:, 0]`` are the root's
+            and ``logits[:, i + 1]`` node i's, with ``offset + i + 1``; ``draft_probs[:, i]`` is the
+            distribution that node i was drawn from, given the siblings before it. A node with an
+            invalid parent is never reached, and ``TIERCEL_CHECK=1`` makes it an error. The kernels
+            take up to 64 nodes.
         out: ``(tokens, accepted)``, with ``parents`` ``(tokens, accepted, path)``, to write to.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        ``tokens`` ``[B, S + 1]`` with the dtype of ``draft_tokens``: the accepted ones, then one
-        that is new, then -1; and ``accepted`` ``[B]`` int32, how many of the draft are. The new
-        token is -1 where the position's logits hold NaN, or nothing but -inf. With ``parents`` also
-        ``path`` ``[B, S]`` int32: the accepted nodes, then -1.
+        ``tokens`` ``[B, S + 1]`` with the dtype of ``draft_tokens``: the accepted tokens, then the
+        new one, then -1; and ``accepted`` ``[B]`` int32, the number of accepted draft tokens. The
+        new token is -1 where the position's logits hold NaN, or nothing but -inf. With ``parents``
+        also ``path`` ``[B, S]`` int32: the accepted nodes, then -1.
 
     Raises:
         TypeError: A dtype or type is not one of the above.

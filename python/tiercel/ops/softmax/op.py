@@ -144,26 +144,26 @@ def softmax_online(
 ) -> Tensor:
     """``softmax(scale * x + mask)``, each row read once.
 
-    Maximum and sum are taken together, as in Milakov and Gimelshein, 2018, arXiv:1805.02867, and
-    the row stays in registers until it is written. Arithmetic is float32; the result is rounded
-    once. NaN and infinities are as from :func:`torch.softmax`: a row that holds NaN or +inf, or
-    nothing but -inf (one that is masked altogether), is NaN.
+    Maximum and sum are computed in one pass, as in Milakov and Gimelshein, 2018, arXiv:1805.02867,
+    and the row stays in registers until it is written. Arithmetic is float32; the result is rounded
+    once. NaN and infinities are treated as by :func:`torch.softmax`: a row that holds NaN or +inf,
+    or nothing but -inf (all masked), is NaN.
 
-    Differentiable in ``x`` and in a floating ``mask``; a score that a bool mask takes out has the
+    Differentiable in ``x`` and in a floating ``mask``; a score that a bool mask removes has
     gradient 0. Works under torch.compile and torch.export, and in CUDA graphs; it never
     synchronises.
 
     Args:
-        x: ``[..., N]``; float32, bfloat16 or float16. Rows may be apart; where they are at several
-            distances, or elements are not neighbours, a copy is made.
+        x: ``[..., N]``; float32, bfloat16 or float16. Rows may be strided; without a single row
+            stride, or with a non-contiguous last dimension, a copy is made.
         dim: The dimension that sums to 1. The precompiled kernels take the last one, others run on
             ref.
-        scale: A number that ``x`` is multiplied by first; 0 runs on ref.
-        mask: Broadcasts to the shape of ``x``, on its device. bool: where it is False the score
-            counts as -inf. float32 or the dtype of ``x``: added to the scaled scores.
+        scale: Factor of ``x``; 0 runs on ref.
+        mask: Broadcasts to the shape of ``x``, on its device. bool: where it is False the score is
+            -inf. float32 or the dtype of ``x``: added to the scaled scores.
         out: To write to: contiguous, of the shape, dtype and device of ``x``, perhaps ``x`` itself.
             Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``.
@@ -192,16 +192,16 @@ def log_softmax(
 ) -> Tensor:
     """``log(softmax(scale * x + mask))``, each row read once.
 
-    As :func:`tiercel.softmax_online` in everything else: arguments, gradients, special values. A
-    score that the mask takes out gives -inf.
+    Arguments, gradients and special values are those of :func:`tiercel.softmax_online`. A score
+    that the mask removes gives -inf.
 
     Args:
         x: ``[..., N]``; float32, bfloat16 or float16.
         dim: The dimension whose exponentials sum to 1.
-        scale: A number that ``x`` is multiplied by first.
+        scale: Factor of ``x``.
         mask: Broadcasts to the shape of ``x``; bool, float32 or the dtype of ``x``.
         out: To write to: contiguous, of the shape, dtype and device of ``x``.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         The shape and dtype of ``x``.

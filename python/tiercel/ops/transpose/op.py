@@ -49,30 +49,29 @@ def copy_transpose(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Copies a matrix, or each matrix of a batch, with rows and columns exchanged.
+    """Copies a matrix, or each matrix of a batch, transposed.
 
-    The bits of every element are copied as they are. ``x.transpose(-2, -1).contiguous()`` gives the
-    same.
+    The same as ``x.transpose(-2, -1).contiguous()``, bit for bit.
 
     Differentiable in ``x`` where its dtype is. Works under torch.compile and torch.export, and in
     CUDA graphs; it never synchronises.
 
     Args:
         x: ``[M, N]`` or ``[B, M, N]`` of any dtype of 1, 2 or 4 bytes that is float32, bfloat16,
-            float16, float8_e4m3fn, float8_e5m2, int32, int16, int8, uint8 or bool. Any size and
-            any strides; fastest where rows are contiguous. M, N and row starts that are multiples
-            of 16 bytes take the shortest way.
-        tile_size: The edge, in elements, of the square that a block of threads turns: 32, 64 or
-            128. None chooses the tile.
+            float16, float8_e4m3fn, float8_e5m2, int32, int16, int8, uint8 or bool. Any size and any
+            strides; fastest where rows are contiguous. The fastest path needs M, N and row starts
+            that are multiples of 16 bytes.
+        tile_size: The edge, in elements, of the square tile of a block of threads: 32, 64 or 128.
+            None: automatic.
         out: ``[N, M]`` or ``[B, N, M]`` to write to: contiguous, of the dtype and on the device of
             ``x``, not overlapping it. Then no gradient flows.
-        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+        backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
         ``[N, M]`` or ``[B, N, M]``, contiguous.
 
     Raises:
-        TypeError: A dtype is not one of the above, or ``x`` is no tensor.
+        TypeError: A dtype is not one of the above, or ``x`` is not a tensor.
         ValueError: A shape, stride or device does not fit, or there is no such tile or backend.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 
