@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend of nvfp4_gemv in Triton: short, and a beginning for faster ones.
+"""A backend of nvfp4_gemv in Triton: short, and a starting point for faster ones.
 
     tiercel smoke --op nvfp4_gemv --path examples/nvfp4_gemv_triton.py
 
-A program has some rows and goes along k. It reads the permuted scales, as the kernel of newer GPUs
-would: atoms of 128 rows by 4 groups, 512 bytes each.
+A program has some rows and loops over k. It reads the permuted scales, in the layout of newer GPUs:
+atoms of 128 rows by 4 groups, 512 bytes each.
 """
 
 import torch
@@ -17,7 +17,7 @@ from tiercel.plugins.types import Fp4Matrix, Fp4Vector, PermutedScales, ProductC
 
 @triton.jit
 def e2m1(codes):
-    """What codes of 0 to 15 stand for."""
+    """The values of codes from 0 to 15."""
     low = codes & 7
     magnitude = tl.where(
         low < 4, low * 0.5, tl.where(low < 6, low - 2.0, tl.where(low == 6, 4.0, 6.0))

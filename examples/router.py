@@ -13,12 +13,12 @@ import tiercel
 
 
 def route(router: torch.nn.Linear, tokens: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """The experts of each token and how much each counts, as in most mixtures of experts."""
+    """Returns the weights and experts of each token, as in most mixtures of experts."""
     return tiercel.topk_softmax(router(tokens), k, renormalize=True)
 
 
 def compare(scores: torch.Tensor, k: int) -> None:
-    """Runs every backend that can run here and says how they differ."""
+    """Runs every backend that can run here and prints how their results differ."""
     reference = tiercel.topk_softmax(scores, k, renormalize=True, backend="ref")
     for backend in ("sm90", "ref"):
         try:

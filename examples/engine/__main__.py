@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (the clock starts before torch is imported)
-"""Serves random prompts and says how fast, or continues one prompt of a checkpoint.
+"""Serves random prompts and prints the speed, or continues a prompt with a checkpoint.
 
 python examples/engine --config qwen3-8b [--layers N] [--sequences B] [--prompt P] [--new N]
 python examples/engine --checkpoint FOLDER --text "Once upon a time"   (needs transformers)
@@ -93,7 +93,7 @@ def profile(engine: Engine, rows: int) -> None:
     """Prints the kernels of a decoding step, as the last one left the engine."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as found:
-        for _ in range(2):  # the first has the profiler's own work in it
+        for _ in range(2):  # the first includes the profiler's own work
             torch.cuda.synchronize()
             engine.decode(rows)
         torch.cuda.synchronize()
@@ -112,7 +112,7 @@ def read_bytes(engine: Engine, sequences: int, context: int) -> float:
     model, config = engine.model, engine.model.config
     cache = engine.pages.memory
     total = model.head.nbytes + sequences * context * cache.nbytes / cache[0, 0, ..., 0, 0].numel()
-    # Counts as many experts as random choices of each sequence name.
+    # Counts the expected number of experts that random routing selects.
     unused = (1 - config.num_experts_per_tok / max(1, config.num_experts)) ** sequences
     for layer in model.layers:
         for name, weight in vars(layer).items():
@@ -122,7 +122,7 @@ def read_bytes(engine: Engine, sequences: int, context: int) -> float:
 
 
 def bandwidth() -> float:
-    """The memory's, in bytes a second, as its clock and width say."""
+    """The memory bandwidth in bytes per second, from its clock and width."""
     properties = torch.cuda.get_device_properties(0)
     return 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
 

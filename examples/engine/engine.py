@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: launches steps of all sequences that run, and reads their tokens one step late."""
+"""The loop: launches steps of all running sequences, and reads their tokens one step late."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tiercel
 
-# Numbers of rows that have a CUDA graph; a step of fewer replays the next.
+# Numbers of rows with a CUDA graph; a step with another number replays the next larger one.
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # The inputs of a step that has tokens of prompts: tokens, one value a piece (and one more start),
@@ -24,7 +24,7 @@ INPUTS = ("tokens", "starts", "lengths", "rows", "last", "drawn", "on_gpu", "on_
 
 @dataclasses.dataclass
 class Flight:
-    """A step that the GPU has, and where its tokens arrive on the host."""
+    """A step in flight, and where its tokens arrive on the host."""
 
     sequences: list[Sequence]
     places: list[int]  # of their tokens
@@ -45,7 +45,7 @@ class Engine:
         model: Weights and their computation.
         pages: Pages of the cache of keys and values.
         page_size: Tokens in a page.
-        most_sequences: The most sequences in work at once; others wait.
+        most_sequences: The most sequences that run at once; others wait.
         most_tokens: The most tokens of a step; longer prompts are computed in chunks.
         longest: The most tokens of a sequence, prompt included.
         graphs: Whether decoding steps are captured, once, and replayed.
@@ -109,7 +109,7 @@ class Engine:
     def run(self) -> Iterator[list[Sequence]]:
         """Steps until nothing is left to do; yields the sequences that got a token.
 
-        The GPU has the next step before the host waits for the tokens of the one before.
+        The next step is launched before the host waits for the tokens of the previous one.
         """
         while (pieces := self.scheduler.next_step()) or self._flying:
             before, self._flying = self._flying, self.launch(pieces) if pieces else None
@@ -137,7 +137,7 @@ class Engine:
 
     @torch.inference_mode()
     def decode(self, rows: int) -> Tensor:
-        """A token of each of the first rows; all of its inputs are on the GPU."""
+        """Draws a token for each of the first rows; all inputs are on the GPU."""
         for captured, graph in self._graphs.items():
             if captured >= rows:
                 graph.replay()
@@ -152,7 +152,7 @@ class Engine:
         active, bases, table = (
             x[:rows] for x in (settings.active, settings.bases, settings.page_table)
         )
-        # Rows that nobody has see no key and write none, wherever they stand.
+        # Unused rows read and write no key, whatever their position.
         torch.addcmul(active, positions, active, out=lengths)
         step = Step(tokens, positions, positions + bases, lengths, table)
         tokens.copy_(self._draw(step, slice(rows), positions))
@@ -160,7 +160,7 @@ class Engine:
         return tokens
 
     def _draw(self, step: Step, rows: slice | Tensor, last: Tensor) -> Tensor:
-        """Computes a step and draws the tokens of rows behind the positions `last`."""
+        """Computes a step and draws the tokens of rows after the positions `last`."""
         settings = self.rows.settings
         return tiercel.sample(
             self.model(step, self.pages.layer),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's memory that sequences borrow: pages of the cache, and rows of a decoding step."""
+"""The GPU memory of sequences: pages of the cache, and rows of a decoding step."""
 
 import dataclasses
 import heapq
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Pages:
-    """Keys and values of all layers in one allocation, cut into pages that sequences borrow."""
+    """Keys and values of all layers in one allocation, divided into pages for sequences."""
 
     def __init__(
         self, layers: int, pages: int, page_size: int, heads: int, head_dim: int, **where: object
     ) -> None:
         self.page_size = page_size
-        # A layer's keys and values side by side, so that each layer is one view.
+        # A layer's keys and values are adjacent, so that each layer is one view.
         self.memory = torch.zeros(layers, 2, pages, page_size, heads, head_dim, **where)
         self._free = list(range(pages))[::-1]
 
@@ -29,11 +29,12 @@ class Pages:
         return len(self._free)
 
     def missing(self, owned: list[int], tokens: int) -> int:
-        """The number of pages that a sequence of so many tokens lacks."""
+        """The number of pages that a sequence of so many tokens still needs."""
         return max(0, -(-tokens // self.page_size) - len(owned))
 
     def extend(self, owned: list[int], tokens: int) -> bool:
-        """Gives a sequence room for so many tokens; False, and nothing, if there is not enough."""
+        """Gives a sequence pages for so many tokens; returns False, and gives none, if too few are
+        free."""
         missing = self.missing(owned, tokens)
         if missing > self.free:
             return False
@@ -85,7 +86,7 @@ class Settings:
 
 
 class Rows:
-    """A row for each running sequence, which decoding steps read, and advance, on the GPU.
+    """A row for each running sequence, which decoding steps read and advance on the GPU.
 
     The host changes its own copy of the settings, and sends it before a step if it differs.
     """
@@ -124,7 +125,7 @@ class Rows:
         self._changed = True
 
     def add_pages(self, row: int, pages: list[int], before: int) -> None:
-        """Takes in the pages of a sequence that had fewer before."""
+        """Adds the new pages of a sequence."""
         if len(pages) > before:
             new = torch.tensor(pages[before:], dtype=torch.int32)
             self._ours.page_table[row, before : len(pages)] = new
@@ -144,5 +145,5 @@ class Rows:
 
 
 def sendable(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that the GPU can fetch later; its memory is used again only after that."""
+    """A copy that the GPU can read later; its memory is reused only after that."""
     return tensor.pin_memory() if device.type == "cuda" else tensor

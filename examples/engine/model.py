@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3, dense and mixture of experts, on Tiercel's ops: eight calls of ours a dense layer."""
+"""Qwen3, dense and mixture of experts, on Tiercel's ops: eight calls per dense layer."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ import tiercel
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The fields of a checkpoint's config.json that count here."""
+    """The fields of a checkpoint's config.json that are used here."""
 
     vocab_size: int
     hidden_size: int
@@ -83,7 +83,7 @@ class Layer:
 
 
 class Model:
-    """Weights, and what is computed of them."""
+    """Weights, and the computation of a step."""
 
     def __init__(self, config: Config, weights: dict[str, Tensor]) -> None:
         self.config = config
@@ -164,7 +164,7 @@ class Model:
         return tiercel.linear_act(hidden, self.head, activation="none")
 
     def _normed(self, stream: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the stream plus what is to be added, and their sum."""
+        """The norm of the stream plus `more`, and their sum."""
         eps = self.config.rms_norm_eps
         if more is None:
             return tiercel.rms_norm(stream, weight, eps=eps), stream
@@ -179,9 +179,9 @@ class Model:
 
 
 def _attention(step: Step, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of new tokens over all tokens of their sequences; the cache has both."""
+    """Attention of new tokens over all tokens of their sequences, all of which are in the cache."""
     if step.starts is None:
-        # This kernel shares the keys of a sequence among several blocks.
+        # This kernel splits the keys of a sequence among several blocks.
         attended = tiercel.decode_attention(
             *(q[:, None], keys, values, step.page_table, step.lengths)
         )

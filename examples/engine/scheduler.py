@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the tokens of the next step: continuous batching, chunked prefill.
 
-It plans a step before the tokens of the one before are known: how many there are is enough.
+It plans a step before the tokens of the previous one are known, because it only needs their number.
 """
 
 import collections
@@ -90,7 +90,7 @@ class Scheduler:
         return enough
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Takes pages, if need be those of the youngest sequences, which start over later."""
+        """Takes pages, if necessary those of the youngest sequences, which start over later."""
         while not self._extend(sequence, sequence.cached + count):
             youngest = self.running[-1]
             self._stop(youngest)
@@ -108,7 +108,7 @@ class Scheduler:
         sequence.row, sequence.cached, sequence.decoding = None, 0, False
 
     def started(self, pieces: list[Piece]) -> None:
-        """Takes note that the GPU has the step: others may have what its last tokens free."""
+        """Records that the step was launched: what its last tokens free may be reused."""
         for piece in pieces:
             sequence, gives = piece.sequence, piece.gives_token
             sequence.cached += piece.count
@@ -119,9 +119,9 @@ class Scheduler:
                     self._stop(sequence)
 
     def finished(self, sequences: list[Sequence], tokens: list[int]) -> list[Sequence]:
-        """Takes in the tokens of a step; returns the sequences that got one.
+        """Stores the tokens of a step; returns the sequences that got one.
 
-        A sequence that ended a step before, when the next one was on its way, gets none.
+        A sequence that ended one step earlier, with the next step already in flight, gets none.
         """
         going = [(s, token) for s, token in zip(sequences, tokens, strict=True) if not s.done]
         for sequence, token in going:

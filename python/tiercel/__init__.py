@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precompiled Hopper (SM90a) kernels for PyTorch.
 
-Importing this costs next to nothing and needs neither PyTorch nor a GPU; what is missing is said
-when it is needed. The operators are also ``torch.ops.tiercel.*``: registered at once if torch is
-imported already, else on first use or by ``import tiercel.ops``.
+Importing this costs next to nothing and needs neither PyTorch nor a GPU; an error says what is
+missing when it is needed. The operators are also ``torch.ops.tiercel.*``: registered at once if
+torch is imported already, else on first use or by ``import tiercel.ops``.
 """
 
 import sys

@@ -17,17 +17,17 @@ from tiercel.ops import _register as _register  # fills the registry
 def load(
     *operators: str | Callable[..., Any], device: torch.device | str | int | None = None
 ) -> None:
-    """Loads operators' precompiled kernels on a GPU, so that their first calls do not have to.
+    """Loads operators' precompiled kernels on a GPU ahead of their first calls.
 
-    Nothing needs this: a first call loads what it launches, inside a CUDA graph capture too. It
-    moves that time, some milliseconds, to where it does not matter.
+    It is optional: a first call loads what it launches, even inside a CUDA graph capture, which
+    takes some milliseconds.
 
     Args:
-        *operators: Such as ``tiercel.topk_softmax``, or their names; by default all.
+        *operators: Operators such as ``tiercel.topk_softmax``, or their names; by default all.
         device: The CUDA device; by default the current one.
 
     Raises:
-        ValueError: No such operator, or the device is no CUDA device.
+        ValueError: No such operator, or the device is not a CUDA device.
         RuntimeError: The kernels do not run there; the message says why.
 
     Example:

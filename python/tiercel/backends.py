@@ -2,14 +2,14 @@
 """Which implementation an operator runs on.
 
 Every operator has the backends ``sm90`` (the precompiled kernels) and ``ref`` (plain PyTorch, any
-device). Unless told otherwise it takes sm90 where that applies and ref, with one warning a reason,
-where it does not; with TIERCEL_STRICT=1 that is an error instead.
+device). By default it runs on sm90 where that applies and otherwise on ref, with one warning per
+reason; with TIERCEL_STRICT=1 that is an error instead.
 
-What is asked for is looked up inside the operator on every call, so it also holds for graphs that
-torch.compile has compiled before. In order: the call's ``backend=``,
+The selection is looked up inside the operator on every call, so it also applies to graphs that
+torch.compile compiled before. In order of priority: the call's ``backend=``,
 ``with use_backend(op=..., name=...)``, ``set_backend(op=..., name=...)``, the environment's
 TIERCEL_BACKEND (``ref``, or ``topk_softmax=ref,...``; read when the operators are first used). A
-backend that was asked for and does not apply is an error.
+selected backend that does not apply raises an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 def set_backend(op: str | None = None, name: str | None = None) -> None:
     """Sets the backend of one operator for the whole process.
 
-    Best called by keyword, as `use_backend` is, whose positional order is the other one.
+    Call it by keyword, like `use_backend`, whose positional order is different.
 
     Args:
         op: The operator's name, such as ``"topk_softmax"``; None for every operator.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doors for other libraries: each module imports its own, and none is imported by `tiercel`."""
+"""Adapters for other libraries: each module imports its library; `tiercel` imports none of them."""

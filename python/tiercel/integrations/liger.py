@@ -32,7 +32,7 @@ class LigerRMSNorm(nn.Module):
     """An RMS norm by :func:`tiercel.rms_norm`, with Liger's arguments.
 
     All arithmetic is float32 and the result is rounded once, with both casting modes. ``in_place``
-    and ``row_mode`` say how Liger's kernels work, and change nothing here.
+    and ``row_mode``, options of Liger's kernels, have no effect.
     """
 
     weight: Tensor | None
@@ -127,8 +127,8 @@ class _Loss(nn.Module):
 
 
 class LigerCrossEntropyLoss(_Loss):
-    """:func:`tiercel.cross_entropy` with Liger's arguments. The gradient overwrites logits that are
-    no leaf, as there."""
+    """:func:`tiercel.cross_entropy` with Liger's arguments. As in Liger, the gradient overwrites
+    the logits unless they are a leaf."""
 
     def __init__(
         self,

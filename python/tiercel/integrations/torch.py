@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`enable_sdpa` puts our kernels behind ``torch.nn.functional.scaled_dot_product_attention``."""
+"""`enable_sdpa` runs ``torch.nn.functional.scaled_dot_product_attention`` on Tiercel's kernels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _FLASH: int = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
 
 def enable_sdpa() -> None:
-    """Runs SDPA's flash attention on our kernels, in the whole process, until `disable_sdpa`.
+    """Runs SDPA's flash attention on Tiercel's kernels, in the whole process, until `disable_sdpa`.
 
-    It takes the place of torch's flash attention, and puts flash attention before SDPA's other
-    backends. Models need no change, nor do compiled graphs. Jagged nested tensors run on
-    :func:`tiercel.attention_varlen`. Calls that we do not support run on torch's own kernels:
-    dropout, head dimensions above 256, tensors without elements, devices other than an H100 or
-    H200.
+    It replaces torch's flash attention and gives it priority over SDPA's other backends. Neither
+    models nor compiled graphs need a change. Jagged nested tensors run on
+    :func:`tiercel.attention_varlen`. Unsupported calls run on torch's kernels: dropout, head
+    dimensions above 256, tensors without elements, devices other than an H100 or H200.
 
     Raises:
         RuntimeError: This torch has no registry of flash attention implementations, or no CUDA.
@@ -47,7 +46,8 @@ def enable_sdpa() -> None:
 
 
 def disable_sdpa() -> None:
-    """Undoes `enable_sdpa`; without it, or after another implementation was activated, nothing."""
+    """Undoes `enable_sdpa`; does nothing without it or after another implementation was
+    activated."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     if current() == _NAME:
         torch.nn.attention.restore_flash_attention_impl()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling kernels of your own where they run, each once: into Tiercel's one cache.
+"""Compiles your own kernels on the machine where they run, each once, through Tiercel's cache.
 
 - :func:`cuda`: CUDA C++ with nvcc, launched on torch tensors
 - :func:`cute`: a kernel of the CuTe DSL with its declaration
 - :func:`extension`: a pybind11 module, without torch's headers
 - :func:`load`: what ``save=`` wrote, without a compiler
 
-``pip install tiercel[jit]`` brings the compilers along. See
+``pip install tiercel[jit]`` installs the compilers. See
 https://github.com/tiercel/tiercel/blob/main/docs/first-kernel.md.
 """
 

@@ -21,7 +21,7 @@ class KernelReport:
     Args:
         symbol: Its name in the machine code.
         registers: For each thread.
-        spilled: Bytes of registers that went to memory, stores and loads; 0 is what you want.
+        spilled: Bytes of spilled registers, stores and loads; should be 0.
         stack: Bytes of local memory for each thread.
         shared: Bytes of static shared memory.
     """
@@ -59,8 +59,8 @@ class Compiled:
         """Reads what `pack` made.
 
         Raises:
-            ValueError: It is nothing of ours, of another version, or not whole: the driver takes
-                an image without its length, so only what is whole may reach it.
+            ValueError: It is not such a file, of another version, or incomplete: the driver takes
+                an image without its length, so an incomplete one must not reach it.
         """
         if not data.startswith(_MAGIC):
             if data.startswith(_NAME):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the CuTe DSL: compiled through the cache, launched as the precompiled ones are."""
+"""Kernels of the CuTe DSL: compiled through the cache, launched like the precompiled ones."""
 
 from __future__ import annotations
 
@@ -102,15 +102,16 @@ def _type_of(value: object) -> str:
 def cute(function: Any, *, key: Sequence[object] = (), arch: str = ARCH) -> CuteKernel:
     """A kernel of the CuTe DSL, compiled once: later processes take it from the cache.
 
-    The DSL is imported by whoever wrote the kernel; set ``CUTE_DSL_ARCH=sm_90a`` before. Launches
-    go through Tiercel's launcher: any stream, captures, several GPUs, no host code of the DSL's.
+    The kernel's author imports the DSL, after setting ``CUTE_DSL_ARCH=sm_90a``. Launches go through
+    Tiercel's launcher: any stream, captures, several GPUs, without the DSL's host code.
 
     Args:
         function: A :class:`tiercel.jit.dsl.declaration.Function`: what to compile and what its one
             launch looks like. See
             https://github.com/tiercel/tiercel/blob/main/docs/cute-dsl.md.
-        key: What the code depends on other than the kernel class's source file and its attributes.
-        arch: What to compile for.
+        key: Whatever else the code depends on, besides the kernel class's source file and its
+            attributes.
+        arch: The architecture to compile for.
 
     Raises:
         ValueError: The compiled kernel does not have the declared parameters or block.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pybind11 modules without torch's headers: seconds instead of a minute, and once."""
+"""pybind11 modules without torch's headers: compiled in seconds instead of a minute, and cached."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def extension(
     Raises:
         CompileError: A compiler refused a source.
         RuntimeError: A compiler or pybind11 is missing.
-        ImportError: The module does not load; mostly it has another name.
+        ImportError: The module does not load, usually because it has another name.
 
     Example:
         >>> module = tiercel.jit.extension("mine", ["mine.cpp", "kernels.cu"])

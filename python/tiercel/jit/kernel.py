@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels in CUDA C++: compiled when first launched, launched as ours are."""
+"""Kernels in CUDA C++: compiled at the first launch, and launched like the precompiled ones."""
 
 from __future__ import annotations
 
@@ -151,20 +151,20 @@ def cuda(
 ) -> Any:
     """A kernel in CUDA C++, compiled by nvcc when it is first launched and kept in the cache.
 
-    Edits of the source, and of headers that it includes from beside it or from `include`, compile
-    it again; everything else comes from the cache, in other processes too.
+    Editing the source, or a header that it includes from its folder or from `include`, compiles it
+    again; otherwise it comes from the cache, in other processes too.
 
     Args:
         source: CUDA C++ text, or the path of a file.
         kernel: The kernel's name, or a template instance such as ``"scale<float, 4>"``; a sequence
-            of names gives as many kernels of one compilation.
+            of names returns several kernels from one compilation.
         defines: Macros: ``{"TILE": 64}`` is ``-DTILE=64``; None as a value defines the bare name.
         include: Folders for ``#include``.
         options: More options for nvcc.
         lineinfo: Source lines for profilers; costs nothing when running.
         debug: Compile for cuda-gdb (``-G``): slow code.
         verbose: Print the command, registers and spills.
-        arch: Such as ``sm_90a``; by default that of the GPU that it is launched on.
+        arch: Such as ``sm_90a``; by default the architecture of the GPU at the launch.
         save: A file to write the compiled kernels to, for :func:`load`.
 
     Raises:
@@ -207,8 +207,8 @@ def load(path: str | Path, kernel: str) -> Kernel:
     """A kernel that ``cuda(..., save=path)`` compiled; needs no compiler.
 
     Raises:
-        ValueError: The file is none of ours, is damaged (its length and hash are checked), or has
-            no such kernel. A file from elsewhere is code that runs: load only what you trust.
+        ValueError: The file was not written by `cuda`, is damaged (its length and hash are
+            checked), or has no such kernel. The file is code that runs: load only what you trust.
     """
     saved = _Saved(Path(path))
     found = Kernel(saved, kernel, None)

@@ -2,8 +2,8 @@
 """Token embeddings in training: the gradient of the table without a second tensor of its size.
 
 PyTorch fills a table with zeros, adds the tokens' rows to it, and adds that table to the gradient
-of the output layer where both share the weight. Here the table is handed on to the output layer,
-so that its gradient comes back first, and the tokens' rows are added to that.
+of the output layer where both share the weight. Here the table is passed on to the output layer, so
+that the output layer's gradient arrives first, and the tokens' rows are added to it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Decoder layers in training: ``s = x + attention(norm(x)); s + mlp(norm(s))`` with the additions
 in the norms' kernels.
 
-The forward adds in front of the second norm. In the backward both norms' kernels add the gradient
-that comes past the norm, which is a pass over three tensors less for each.
+The forward adds before the second norm. In the backward both norms' kernels also add the residual's
+gradient, which saves a pass over three tensors each.
 """
 
 from __future__ import annotations

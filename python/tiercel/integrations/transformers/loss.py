@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of a causal language model in training, without its logits.
 
-The model's own forward runs. Its output layer hands on the rows that it would multiply, and the
-loss function, which gets them as logits, asks the layer for their loss. Scaling logits is scaling
-rows; a softcap is taken out of the configuration meanwhile, and given to the loss.
+The model's own forward runs. Its output layer returns the rows that it would multiply, and the loss
+function, which gets them as logits, computes their loss with the layer's weight. Scaled logits
+become scaled rows; a softcap is removed from the configuration meanwhile and passed to the loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def use_linear_loss(model: PreTrainedModel) -> Callable[[], None] | str:
     """Replaces the forwards of the model and its output layer, and its loss function.
 
     Returns:
-        The function that makes the model as it was, or why it stays as it is.
+        A function that restores the model, or the reason why it was not changed.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of Hugging Face models, in the form that Tiercel's attention takes them.
 
-transformers calls `make_mask` once a forward for each kind of layer, and hands its result to the
-attention of every layer. A mask of all scores is made only where no other form expresses it.
+transformers calls `make_mask` once per forward for each kind of layer, and passes its result to the
+attention of every layer. A dense mask is only made if no other form expresses it.
 """
 
 from __future__ import annotations

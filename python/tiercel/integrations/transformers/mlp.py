@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated MLPs in training: ``down(act(gate(x)) * up(x))`` as one function of autograd.
 
-An activation is the largest tensor of a layer, and cheap: it is not kept. The backward makes it
-again in the kernel that computes the activation's gradients, which has read all that it needs. The
-two gradients of x are added by the second product.
+The activation's result is large and cheap to compute, so it is not saved: the kernel of the
+activation's gradients recomputes it from what it reads anyway. The second product adds the two
+gradients of x.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ _PARTS = ("blocks", "scales")
 def use_mxfp4_experts(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Makes gpt-oss's experts run on :func:`tiercel.w4_moe`, for inference.
 
-    The model is one that was loaded without quantisation, or dequantised. Each module of experts
-    gets the checkpoint's MXFP4 tensors as buffers, on the device of its biases, and loses its
-    16-bit weights; its forward is replaced on the instance.
+    The model must have been loaded without quantisation, or dequantised. In each module of experts
+    the checkpoint's MXFP4 tensors, as buffers on the device of its biases, replace the 16-bit
+    weights; its forward is replaced on the instance.
 
     Args:
         model: A model with transformers' ``GptOssExperts``.
         tensors: The checkpoint's ``*.gate_up_proj_blocks``, ``*.gate_up_proj_scales``,
-            ``*.down_proj_blocks`` and ``*.down_proj_scales`` by name; others are not looked at.
+            ``*.down_proj_blocks`` and ``*.down_proj_scales`` by name; others are ignored.
 
     Returns:
         The names of the modules.

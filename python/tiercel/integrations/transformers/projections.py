@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of one input in training, as q, k and v of attention: their gradients of it are
-added by the products.
+"""Linear layers of the same input in training, such as q, k and v of attention: the products add up
+its gradient.
 
-PyTorch adds three tensors of the input's size in two more passes. Here each layer hands the input
-on to the next one that is called with it, and so gets that one's gradient of it to add its own to.
+PyTorch adds three tensors of the input's size in two more passes. Here each layer passes the input
+on to the next layer that is called with it, and so receives that layer's gradient, to which its
+product adds its own.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Report:
     _undo: list[Callable[[], object]] = dataclasses.field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Makes the model as it was; the second time it does nothing."""
+        """Restores the model; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -62,9 +62,9 @@ def apply(model: nn.Module) -> Report:
     Replaces attention (``attn_implementation="tiercel"``), experts
     (``experts_implementation="tiercel"``) and their routers, RMS norms, the activations of gated
     MLPs, rotary embeddings, linear layers for up to 64 tokens in 16 bits without gradients, and in
-    training the loss of causal language models, each only where the module gives the same results
-    up to rounding. Weights stay where they are, and gradients
-    flow. A training step with labels makes no logits, and its output has none.
+    training the loss of causal language models, each only if the module's results are the same up
+    to rounding. Weights stay in place, and gradients flow. A training step with labels does not
+    compute logits, and its output has none.
 
     Returns:
         A report of the replaced modules and of the others, with reasons. Its ``undo()`` restores

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding in the attention modules of Hugging Face models.
 
-Their forwards call a function of their file. A copy of the forward sees ours under that name; it is
-set on instances, and the file stays as it is.
+Their forwards call a function of their module file. A copy of the forward, set on instances, calls
+Tiercel's function under that name; the file does not change.
 """
 
 from __future__ import annotations

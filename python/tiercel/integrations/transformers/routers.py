@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of Hugging Face's mixture-of-experts models: what follows the product is one kernel."""
+"""Routers of Hugging Face's mixture-of-experts models: one kernel after the product."""
 
 from __future__ import annotations
 
