@@ -3,10 +3,10 @@
 //
 // Bound by memory: each element is read once and written once (gated: two reads and one write
 // forward, three reads and two writes backward, three with the forward's result again), so the
-// floor is bytes / copy bandwidth, or the launch time of small problems. Rows are divided into
-// 16-byte vectors, numbered across all rows. Each thread takes one vector; in the plain forms,
-// which read least, two if there are many, so that enough bytes are in flight. No shared memory, no
-// barrier. Contiguous matrices are passed as one long row, so a vector's row costs one
+// lower bound is bytes / copy bandwidth, or the launch time of small problems. Rows are divided
+// into 16-byte vectors, numbered across all rows. Each thread takes one vector; the plain forms,
+// which read least, take two if there are many, so that enough bytes are in flight. No shared
+// memory, no barrier. Contiguous matrices are passed as one long row, so a vector's row costs one
 // multiplication. Rows that are not aligned for vectors, and the partial vector at a row's end, are
 // processed element by element. Launched with programmatic dependent launch.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_CUH_

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // causal_conv1d and its update: each channel of a sequence convolved with a filter of up to four
-// taps, by a state of the rows before the sequence.
+// taps, optionally preceded by a state: the rows before the sequence.
 //
 // Bound by memory: x is read and the result written once. A thread has four channels and some
 // consecutive rows, with the filter and the last rows in registers. It copies each of its rows once
-// to shared memory, 16 rows ahead, and reads those before its first once more, from L2. The thread
+// to shared memory, 16 rows ahead, and reads those before its first again, from the L2. The thread
 // that has a sequence's first row also has all rows that see the state: it reads the state and
 // replaces it, so no block waits.
 #include <cstdint>

@@ -2,9 +2,9 @@
 // The gradients of causal_conv1d.
 //
 // Bound by memory: x and grad are read and dx is written once. A thread has four channels and many
-// consecutive rows. It computes the sums before the activation again, keeps the gradients of the
-// last rows of x in registers until they are whole, and adds up the filter's gradients of its rows
-// there. These go to a buffer of parts, which is then summed in a fixed order.
+// consecutive rows. It recomputes the sums before the activation, keeps the gradients of the last
+// rows of x in registers until they are complete, and accumulates the filter's gradients of its
+// rows there. These go to a buffer of partial sums, which is then summed in a fixed order.
 #include <cstdint>
 
 #include "kernels/conv/causal_conv1d_kernels.h"

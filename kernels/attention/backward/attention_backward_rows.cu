@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels before and after attention's backward, each reading and writing its tensors once.
 //
-// prepare: lse and delta of each row, with those of rows that see no key such that p is 0; and
-// zeros in the workspace. finish: dq, scaled and rounded, from the float32 sums, which are in the
-// order of warpgroups' accumulators; shared memory turns them into rows.
+// prepare: lse and delta of each row, set such that p is 0 for rows that see no key, and zeros in
+// the workspace. finish: scales and rounds dq from float32 sums in the layout of the warpgroups'
+// accumulators, which shared memory reorders into rows.
 #include "kernels/attention/backward/kernels.h"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"

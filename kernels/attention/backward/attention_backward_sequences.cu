@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The lists of packed sequences' tiles of keys and blocks of queries, for attention's backward.
 //
-// A thread takes a sequence, of up to 1024 at a time: starts are cut to the tensor and to the
-// largest one before them, whatever cu_seqlens holds, so that sequences follow each other; sums
-// over the sequences before it say where its part of the lists begins. A warp then writes a
-// sequence's parts. Both are short: 8 bytes per 64 or 128 queries, 32 per 64 or 128 keys.
+// A thread takes a sequence, of up to 1024 at a time: starts are clamped to the tensor and to the
+// largest earlier start, whatever cu_seqlens holds, so that sequences do not overlap; prefix sums
+// give the place of its part of the lists. A warp then writes a sequence's part. The lists are
+// short: 8 bytes per 64 or 128 queries, 32 per 64 or 128 keys.
 #include "kernels/attention/backward/kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 

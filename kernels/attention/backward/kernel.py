@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of attention's q, k and v: TMA, wgmma, persistent blocks.
 
-A block works on tiles of 128 keys of one head, 64 a warpgroup, for all heads of queries that read
-it: so dk and dv are sums in registers, also of grouped heads, written once and in a fixed order.
-For each block of `tile_m` queries, with p = exp2(s * scale - lse) and delta = rowsum(do * o):
+A block works on tiles of 128 keys of one head, 64 per warpgroup, for all query heads that read it:
+so dk and dv are accumulated in registers, also for grouped heads, and written once, in a fixed
+order. For each block of `tile_m` queries, with p = exp2(s * scale - lse) and delta = rowsum(do *
+o):
 
     s = k q^T    dp = v do^T    dv += p do    ds = p * (dp - delta)    dk += ds q    dq = ds^T k
 
 Keys are rows and queries columns of all of these, so that p and ds are left operands in the
-registers that they are computed in. Only ds goes through shared memory, for dq, which needs it
-from both warpgroups. dq is added in float32 to a workspace, in the order that registers have it.
+registers that they are computed in. Only ds goes through shared memory, because dq needs it from
+both warpgroups. dq is added in float32 to a workspace, in the layout of the accumulators.
 
-Who does what: warp 0 loads k and v once a tile, each as soon as the tile before is done with it,
-and q, do and the rows' sums through rings of stages. Warp 1 takes what the warpgroups leave for it
-out of shared memory: it adds dq, and stores dv and dk. The warpgroups multiply: of each block they
-start
+Warp roles: warp 0 loads k and v once per tile, each as soon as the previous tile has released it,
+and q, do and the rows' sums through rings of stages. Warp 1 moves the warpgroups' results out of
+shared memory: it adds dq, and stores dv and dk. The warpgroups multiply: for each block they issue
 
     s, dp        dp while exponentials are computed
     dv           while ds is exchanged
     dq, dk       dk while dq is handed to warp 1
 
-and the other warpgroup fills the gaps. Starting the next block's s beside dk was 5 % slower, dv
+and the other warpgroup fills the gaps. Issuing the next block's s beside dk was 5 % slower, dv
 before ds no faster.
 
-Floor, of a step of 64 queries by 128 keys. D = 128: products 5 * 64 * 128 * 128 / 2048 = 2560
+Lower bound of a step of 64 queries by 128 keys. D = 128: products 5 * 64 * 128 * 128 / 2048 = 2560
 cycles. Shared memory at 128 bytes a cycle: s and dp, whose operands are both 64 rows, 1024; dv and
-dk 512, dq 512, ds 128, dq in and out 512, copies 256, rows' sums 128: 3072. Exponentials 512.
-D = 64, for which a step has 128 queries, so half as many exchanges: products 1280, shared memory
-1408, exponentials 512. A query and 64 columns send 256 bytes of dq to the L2, and fetch half as
-much.
+dk 512, dq 512, ds 128, dq in and out 512, copies 256, rows' sums 128: 3072. Exponentials 512. D =
+64, for which a step has 128 queries, so half as many exchanges: products 1280, shared memory 1408,
+exponentials 512. A query and 64 columns send 256 bytes of dq to the L2, and fetch half as much.
 """
 
 import cutlass

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients for keys of more columns than values, 192 and 128: latent attention's.
+"""The gradients for D = 192 and Dv = 128, as in latent attention.
 
-A warpgroup's sums, dk and dv of 64 keys, take 160 of 240 registers, so less fits beside them than
-in kernel.py: a block's dp waits until its s is a 16-bit operand p, ds is computed from that, and dk
-takes ds from shared memory. dq is multiplied in pieces of 64 columns, one by the first warpgroup,
-one by the second and a third by the first again: so it is behind the second one, and one multiplies
-while the other computes.
+A warpgroup's accumulators, dk and dv of 64 keys, take 160 of 240 registers, so less fits beside
+them than in kernel.py: a block's dp starts only when its s has become a 16-bit operand p, ds is
+computed from that, and dk reads ds from shared memory. dq has three pieces of 64 columns, of which
+the first warpgroup computes two: so it runs behind the second one, and one multiplies while the
+other computes.
 
-Floor, of a step of 64 queries by 128 keys: products 64 * 128 * (3 * 192 + 2 * 128) / 2048 = 3328
-cycles. Shared memory at 128 bytes a cycle: s and dp 1280, dv and dk 768, dq 768, ds 128, dq in and
-out 768, copies 320, rows' sums 128: 4160. Shared memory: q 48 KiB, its gradient 32, k 48, v 32, ds
-32, dq 32: 224 of 227.
+Lower bound of a step of 64 queries by 128 keys: products 64 * 128 * (3 * 192 + 2 * 128) / 2048 =
+3328 cycles. Shared memory at 128 bytes a cycle: s and dp 1280, dv and dk 768, dq 768, ds 128, dq in
+and out 768, copies 320, rows' sums 128: 4160. Shared memory: q 48 KiB, its gradient 32, k 48, v 32,
+ds 32, dq 32: 224 of 227.
 """
 
 import cutlass

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward's arithmetic in registers, and copies between registers and shared memory.
 
-Value i of an accumulator is in row i // 2 % 2 of a thread's two, 8 apart, and in column
-i // 4 * 8 + i % 2 from its first one on. Of scores, rows are keys and columns queries; a column's
-logarithm of its sum is infinite where no query is or none sees a key, so that p is 0.
+Value i of an accumulator is in row i // 2 % 2 of a thread's two, 8 apart, and in column i // 4 *
+8 + i % 2 from its first one on. For scores, rows are keys and columns queries; a column's lse is
+infinite if there is no query or it sees no key, so that p is 0.
 """
 
 import cutlass

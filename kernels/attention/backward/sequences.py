@@ -2,8 +2,8 @@
 """Packed sequences in the backward: the list of their tiles of keys.
 
 attention_backward_sequences.cu writes the list from cu_seqlens before the kernel runs, so no host
-knows a length. All heads share it. Its numbers are inside of the tensors whatever cu_seqlens holds,
-and each row of k is in one tile, also rows of no sequence: to those belong no queries.
+knows a length. All heads share it. Its entries are inside of the tensors whatever cu_seqlens holds,
+and each row of k is in one tile; tiles of padding rows have no queries.
 """
 
 from typing import NamedTuple

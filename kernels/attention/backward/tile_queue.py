@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile comes next: warp 0 takes it from a counter, and hands it to the block's other warps
-through a queue of two slots: barriers for full, barriers for empty, tiles. Tile -1 ends the block.
-A tile of packed sequences has `details` beside it: 32-bit numbers of its sequence.
+"""The next tile: warp 0 takes it from a counter, and passes it to the block's other warps through a
+queue of two slots with full and empty barriers. Tile -1 ends the block. A tile of packed sequences
+comes with `details`: 32-bit numbers of its sequence.
 
-Tiles differ in length under a mask; taken one after another, blocks end together. A tile that waits
-for earlier ones (a fixed order of dq) waits for what a running block has taken.
+Tiles differ in length under a mask; the counter balances them. A tile that waits for earlier ones
+(a fixed order of dq) waits only for tiles that a running block has taken.
 """
 
 import cutlass

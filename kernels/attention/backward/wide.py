@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients for up to 256 columns of keys and of values.
 
-A warpgroup's registers hold the sums of 64 keys and 256 columns, not twice. So a tile has 64 keys,
-the first warpgroup adds up its dv, and the second its dk:
+A warpgroup's registers hold only one accumulator of 64 keys and 256 columns. So a tile has 64 keys,
+the first warpgroup accumulates its dv, and the second its dk:
 
     first   s = k q^T    dv += p do     dq = ds^T k, 128 columns at a time
     second  s = k q^T    dp = v do^T    ds = p * (dp - delta)    dk += ds q
 
-Both compute s. Only ds passes from one to the other, through shared memory, and the second may be
-a block ahead. Pieces of 32 columns of dq, and of 64 of dv and dk, go to warp 1 through two parts of
-`out` in turn.
+Both compute s. Only ds passes from one to the other, through shared memory, and the second may be a
+block ahead. Pieces of 32 columns of dq, and of 64 of dv and dk, go to warp 1 through the two
+buffers of `out`.
 
-Floor, of a step of 64 queries by 64 keys: products 6 * 64 * 64 * 256 / 2048 = 3072 cycles, of which
-2560 are needed. Shared memory at 128 bytes a cycle: s and dp 1536, dv and dk 512, dq 384, ds 64, dq
-in and out 1024, copies 512: 4032. Multiplying 64 columns of dq while 64 are handed over was no
-faster. Shared memory: q and its gradient 128 KiB, k and v 64, ds 16, dq 16: 224 of 227.
+Lower bound of a step of 64 queries by 64 keys: products 6 * 64 * 64 * 256 / 2048 = 3072 cycles, of
+which 2560 are needed. Shared memory at 128 bytes a cycle: s and dp 1536, dv and dk 512, dq 384, ds
+64, dq in and out 1024, copies 512: 4032. Multiplying 64 columns of dq while 64 are passed to warp 1
+was no faster. Shared memory: q and its gradient 128 KiB, k and v 64, ds 16, dq 16: 224 of 227.
 
-One kernel serves both forms of attention. Sequences of one length come without a list, and a tile's
-place is computed; their maps are AttentionEntryRows in backward.cc, whose rows begin at the map's
-row 2^30, and a batch entry's number takes the place of a sequence's end.
+One kernel serves attention and attention_varlen. Without packed sequences there is no list, and a
+tile's place is computed; the maps are AttentionEntryRows in backward.cc, whose rows begin at the
+map's row 2^30, and the batch index replaces a sequence's end.
 """
 
 import cutlass

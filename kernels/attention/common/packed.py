@@ -2,7 +2,7 @@
 """Packed sequences: the rows of a sequence, and the result's rows outside all sequences.
 
 Starts are unchecked data. Rows computed from them are clamped to the tensors here, so that no value
-makes a kernel access other memory, or loop for longer than the tensors are.
+makes a kernel access other memory, or loop beyond the tensors' length.
 """
 
 from typing import NamedTuple

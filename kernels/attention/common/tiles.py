@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles of queries a block of threads works on, and which blocks of keys a tile needs."""
+"""The tiles of queries that a thread block works on, and the blocks of keys that a tile needs."""
 
 import cutlass
 import cutlass.cute as cute

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys that a query sees where the new tokens of its sequence are a tree.
+// The keys that a query sees if the new tokens of its sequence are a tree.
 #ifndef KERNELS_ATTENTION_COMMON_TREE_CUH_
 #define KERNELS_ATTENTION_COMMON_TREE_CUH_
 

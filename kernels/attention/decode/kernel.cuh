@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_attention: softmax attention of a few queries per sequence over a paged cache.
 //
-// The floor. Keys and values are read once: 2 * Hk * D * (1 or 2) bytes per key, at 20 bytes per
-// clock and multiprocessor at an H200's full speed. That takes about 40 KiB in flight on each at
-// any time. Short problems are bound by the chain of dependent reads instead: lengths, page table,
-// keys, then the results that the splits exchange.
+// Lower bound: keys and values are read once, 2 * Hk * D * (1 or 2) bytes per key, at 20 bytes per
+// clock and multiprocessor at an H200's full bandwidth. That needs about 40 KiB in flight on each
+// at any time. Short problems are bound by the latency of dependent reads instead: lengths, page
+// table, keys, then the results that the splits exchange.
 //
-// The plan. A warp works alone: it has a ring of two or three stages in shared memory, each a step
-// of keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits). It refills a stage by
-// cp.async as soon as that was read, so that up to 16 KiB per warp, 128 KiB per multiprocessor, are
+// Plan: each warp works independently. It has a ring of two or three stages in shared memory, each
+// a step of keys and of values (4 KiB each: 16 keys of D = 128 in 16 bits). It refills a stage by
+// cp.async as soon as it was read, so that up to 16 KiB per warp, 128 KiB per multiprocessor, are
 // in flight. (Registers cannot hold as much in flight: the compiler moves loads, and waits for
-// them.) No warp waits for another, and all page sizes cost the same, because each row's address
-// comes from its own page table entry. Tensor cores do the products on fragments of a stage
-// (warp.cuh): 16 keys x 8 query rows, where the rows are the query heads of a key head times the
-// queries: 512 bytes of 16 bits per instruction. float8 is converted in registers, 2 values per
-// instruction.
+// them.) All page sizes cost the same, because each row's address comes from its own page table
+// entry. Tensor cores multiply fragments of a stage (warp.cuh): 16 keys x 8 query rows, where the
+// rows are the query heads of a key head times the queries. float8 is converted in registers, 2
+// values per instruction.
 //
 // A tile is 8, 16 or 32 query rows of one key head. choose.cc chooses between two ways to share
 // tiles:
-// - a cluster of 1 to 8 blocks has one tile: their warps take its steps in turn, and the blocks add
-//   their sums through distributed shared memory. One launch, no workspace; the first page table
-//   entries are read beside the lengths. For short sequences.
+// - clustered, for short sequences: a cluster of 1 to 8 blocks has one tile; their warps take its
+//   steps in turn, and the blocks add their sums through distributed shared memory. One launch, no
+//   workspace; the first page table entries are read beside the lengths.
 // - spread: all resident blocks get equal shares of all steps of all tiles, whatever the lengths;
 //   each block computes its share from the lengths. Partial results of a shared tile go to a
-//   workspace, and the last block to arrive combines them (parts.cuh). decode_combine does for
-//   tiles of more than 8 rows, or if more blocks may share a tile than one block would read in
-//   time. Tiles of 32 rows are always spread: their sums take half of a thread's registers.
+//   workspace, and the last block to arrive combines them (parts.cuh). For tiles of more than 8
+//   rows, or with more blocks per tile than one block can combine in time, decode_combine does.
+//   Tiles of 32 rows are always spread: their sums take half of a thread's registers.
 #ifndef KERNELS_ATTENTION_DECODE_KERNEL_CUH_
 #define KERNELS_ATTENTION_DECODE_KERNEL_CUH_
 

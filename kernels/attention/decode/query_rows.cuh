@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of q and of the result that a sequence has: as many for each, or from `starts`.
+// The rows of q and of the result of a sequence: equally many for each sequence, or from `starts`.
 #ifndef KERNELS_ATTENTION_DECODE_QUERY_ROWS_CUH_
 #define KERNELS_ATTENTION_DECODE_QUERY_ROWS_CUH_
 

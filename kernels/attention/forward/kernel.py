@@ -6,23 +6,23 @@ from the last one that the tile needs to the first:
 
     s = q k^T    p = exp2(s * scale - maximum)    o = o * rescale + p v
 
-Who does what: warp 0 loads q once per tile, and k and v through rings of stages. Warps 1 to 3 are
-idle, but for packed sequences: then they clear the result's rows that belong to no sequence. The
-warpgroups multiply, each with its scores, probabilities and sums of o in registers. They start
+Warp roles: warp 0 loads q once per tile, and k and v through rings of stages. Warps 1 to 3 are
+idle, except for packed sequences, where they clear the result's padding rows. The warpgroups
+multiply, each with its scores, probabilities and sums of o in registers. They issue
 
     s of block i + 1, p v of block i
 
 together, and compute block i + 1's softmax while p v is multiplied. Named barriers let the
 warpgroups start in turn, so that one multiplies while the other computes exponentials. A tile's
-last p v starts with the next tile's first s, so the tensor cores stay busy between tiles: the
-result goes out through shared memory, in 64x64 pieces, while the next tile is loaded.
+last p v is issued with the next tile's first s, so the tensor cores stay busy between tiles: the
+result is stored through shared memory, in 64x64 pieces, while the next tile is loaded.
 
-`operands` holds everything that depends on the operands' type: where v lies, how sums are kept,
+`operands` has everything that depends on the operands' type: the layout of v, the accumulators,
 when a softmax waits. HalfOperands is for 16 bits, Fp8Operands in fp8/operands.py for e4m3.
 
-Floor of 16-bit operands: 2 * D multiply-adds per score, of 2048 per cycle and multiprocessor: 16
-scores per cycle at D = 64, as many as there are exponentials, and 8 at D = 128. Keys of 192 columns
-with values of 128 are 320 multiply-adds: 6.4 scores per cycle.
+Lower bound with 16-bit operands: 2 * D multiply-adds per score, of 2048 per cycle and
+multiprocessor: 16 scores per cycle at D = 64, as many as there are exponentials, and 8 at D = 128.
+Keys of 192 columns with values of 128 are 320 multiply-adds: 6.4 scores per cycle.
 """
 
 from typing import NamedTuple

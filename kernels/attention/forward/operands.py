@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of 16-bit q, k and v: what the forward kernel leaves to the type of its operands.
+"""Attention of 16-bit q, k and v: the parts of the forward kernel that depend on the operands'
+type.
 
-v lies in shared memory as in global memory; the tensor cores read it transposed. They add the
-products of all blocks to float32 sums in registers, which a growing maximum rescales.
+v has the same layout in shared as in global memory; the tensor cores read it transposed. They add
+the products of all blocks to float32 sums in registers, which are rescaled when the maximum grows.
 """
 
 import cutlass

@@ -6,7 +6,7 @@
 // 8h + 2q + 1, for h = 0 and 1, and packs them into one register: so key 8h + 2q + e is at position
 // 4q + 2h + e of its 16.
 //
-// Floor: v read and written once.
+// Lower bound: v read and written once.
 #include "kernels/attention/fp8/kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/vector.cuh"

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of e4m3 q, k and v: what the forward kernel leaves to the type of its operands.
+"""Attention of e4m3 q, k and v: the parts of the forward kernel that depend on the operands' type.
 
 wgmma takes 8-bit operands with the summed dimension contiguous only, so v comes transposed, as
 [batch, heads, d, keys], from attention_fp8_values.cu. That kernel also puts each 16 keys in the
-order in which a thread has their probabilities: those are left operands as they lie in registers.
+order in which a thread has their probabilities, so that these are left operands without moving.
 
-The tensor cores add FP8 products with 13 bits behind the point of the largest, so they keep no sum
-for longer than a block of keys: the values of each block are multiplied into registers of their
-own, and added to the float32 sums by the instruction that rescales those. Probabilities are
-multiplied by 2**8, which cancels, to use e4m3's range.
+The tensor cores accumulate FP8 products with 13 bits below the largest term, so they sum only one
+block of keys: each block's product with the values goes to separate registers, and is added to the
+float32 sums by the instruction that rescales those. Probabilities are multiplied by 2**8, which
+cancels, to use e4m3's range.
 
-A warp's work between products is the bound, not the products. So the tensor cores add up the rows
-of rounded probabilities, with 8 columns of ones behind v's in shared memory; the float32
-probabilities are added up only for callers that ask for their logarithms. Maxima are compared as
-integers, which was slower with 16-bit inputs.
+A warp's work between products is the bound, not the products. So the tensor cores also sum the rows
+of rounded probabilities, with 8 columns of ones after v's in shared memory; float32 probabilities
+are summed only if lse is requested. Maxima are compared as integers, which was slower with 16-bit
+inputs.
 
-Floor: 2 * D multiply-adds per score, of 4096 per cycle and multiprocessor: 16 scores per cycle at
-D = 128, as many as there are exponentials, and 32 at D = 64.
+Lower bound: 2 * D multiply-adds per score, of 4096 per cycle and multiprocessor: 16 scores per
+cycle at D = 128, as many as there are exponentials, and 32 at D = 64.
 
-Measured and left out: to add up only every eighth block, or when a maximum grows by much (slower,
-and off by 1 % where all values have one sign), and a polynomial for some of the exponentials.
+Rejected: adding to the float32 sums only every eighth block, or when a maximum grows by much
+(slower, and off by 1 % if all values have one sign), and a polynomial for some of the exponentials.
 """
 
 import cutlass

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // merge_attention_states: two results of attention, each weighted by the share of its keys.
 //
-// The plan. Everything is read once and written once: a thread has 16 bytes of both results, and
-// the two logarithms of their row, which its neighbours share. Both loads are in flight before the
+// Bound by memory: everything is read once and written once. A thread has 16 bytes of both results,
+// and the two lse of their row, which its neighbours share. Both loads are in flight before the
 // first is used; a warp reads 512 bytes of each at a time.
 #include <cstdint>
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed parts of the batch-invariant mode one after the other, in the block that has the tile.
+"""The fixed parts of the batch-invariant mode, processed one after the other by the tile's block.
 
-It gives the bits of kernel.py's parts put together by paged_combine.cu, without results of parts
-in memory: for tiles that fill the GPU. A part's sums are normalized, rounded to 16 bits, and added
-to float32 totals, which lie in shared memory while the products run; the result's pieces go out
-through the same memory. The last part comes first, as its blocks do. There is room for one stage of
-queries.
+It gives the bits of kernel.py's parts combined by paged_combine.cu, without partial results in
+global memory, for launches whose tiles fill the GPU. A part's sums are normalised, rounded to 16
+bits, and added to float32 totals in shared memory, through which the result is also stored. The
+last part comes first, like its blocks. There is room for one stage of queries.
 """
 
 import cutlass

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies in 16 bits of a float8 cache's pages, which blocks of threads make for each other.
+"""Conversion of a float8 cache's pages to 16 bits, shared among the tiles' thread blocks.
 
 Each page and head has a state for its keys and one for its values. A warp that changes it from 0 to
-1 widens the page and sets it to 2. Who needs a page in state 0 or 1 waits; but every block with a
-tile has warps that take what nobody has begun, and those never wait, so no block depends on one
-that does not run.
+1 converts the page and sets it to 2. A warp that needs a page waits for state 2. Every block with a
+tile has warps that convert pages nobody has begun and never wait, so no block depends on one that
+does not run.
 """
 
 import cutlass

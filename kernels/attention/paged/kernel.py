@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward kernel over a paged cache, for sequences with any number of new tokens.
 
-It multiplies as forward/kernel.py does. What differs:
+It multiplies like forward/kernel.py. The differences:
 
 - The rows of a warpgroup are the query heads of one key head, times as many queries as fit into 64
   rows: keys are read once for all of them. Row r is query r % queries of head r // queries.
 - Warps 0 and 1 copy values, warps 2 and 3 keys; they read the page table a block ahead. The copy
   engine takes 64 columns of the rows of a page, or of a block of keys if that is less. Its map ends
-  with the sequence, so rows behind the last key arrive as zeros, whatever the page holds. Rows of
-  small pages are copied 16 bytes a lane: to start a copy takes as long for few rows as for many.
-- Rows of float8 caches are copied by lanes too. All four warps copy and widen a part of each block,
-  of keys and values in turn, so that copies arrive while the block before them is widened. Or the
-  sequence has copies in 16 bits (copies.py).
-- Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
-  (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
-  search over the starts finds a number's sequence: nothing is planned on the host. Or a kernel
-  before this one has numbered the tiles of sequences with many new tokens, and the others have none
-  (paged_mixed.cu).
-- A head's sink is one more score in the softmax's sum.
-- A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
-  h writes head p * heads + h of a workspace, and paged_combine.cu puts the parts together.
+  with the sequence, so rows after the last key arrive as zeros, whatever the page holds. Rows of
+  small pages are copied by lanes, 16 bytes each, because issuing a copy takes as long for few rows
+  as for many.
+- Rows of float8 caches are copied by lanes too. All four warps copy and convert a part of each
+  block, of keys and values in turn, so that copies arrive while the previous block is converted. Or
+  the sequence's pages are converted beforehand (copies.py).
+- Tiles are numbered over all sequences: with T queries a tile, sequence b begins at (starts[b] +
+  b * (T - 1)) // T. So each gets at least as many numbers as its queries need, and a search over
+  the starts finds a number's sequence: nothing is planned on the host. Or paged_mixed.cu has
+  numbered the tiles of sequences with many new tokens before, and the others have none.
+- A head's sink is an additional score in the softmax's denominator.
+- A tile's keys may be split among blocks. Part p of head h writes head p * heads + h of a
+  workspace, and paged_combine.cu combines the parts.
 - In the batch-invariant mode a part is `part_blocks` blocks of keys, and begins at a multiple of
-  those: a row's sums depend on its own keys alone. Or parts grow: the first ones are shorter
-  (GROWING). A launch then has as many parts as its longest sequence needs.
+  those, so that a row's sums depend on its own keys alone. With GROWING the first parts are
+  shorter. A launch then has as many parts as its longest sequence needs.
 """
 
 from typing import NamedTuple

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// paged_combine: the results of parts of the keys, each weighted by its share of the sum.
+// paged_combine: combines the partial results over parts of the keys, weighted by their sums.
 //
 // A thread has 16 bytes of the result. It reads 8 parts at once, results and logarithms together,
 // so the time is the latency of a few reads from the L2.
 //
-// Parts of a fixed number of keys join the totals one after the other, the last one first, as in
-// chained.py. They may be empty, and come at other places where a window's first part is another:
-// those without keys of a row change nothing.
+// Parts of a fixed number of keys are added to the totals one after the other, the last one first,
+// as in chained.py. Parts without keys of a row are skipped, so it does not matter which are empty.
 #include <cstdint>
 
 #include "kernels/attention/paged/combine.h"

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// paged_mixed: divides the sequences of a batch. Those with few new tokens get no tile. The others
-// are numbered in tiles one after the other, and those with many new tokens get pages for 16-bit
-// copies of their keys, while there is room. paged_widen copies all pages, or the last ones of
-// sequences with many keys and enough tiles: the tiles' blocks copy the others while they multiply
-// (copies.py). With fewer pages than
-// multiprocessors all tiles begin at once; with few tiles each copies too much.
+// paged_mixed: plans a mixed batch over a float8 cache. Sequences with few new tokens get no tile.
+// The tiles of the others are numbered consecutively, and sequences with many new tokens get
+// workspace pages for 16-bit copies of their keys, while there is room. paged_widen converts all of
+// these pages, or only the last ones of sequences with many keys and enough tiles, whose blocks
+// convert the others while they multiply (copies.py): with fewer pages than multiprocessors all
+// tiles would begin at once, and with few tiles each would convert too much.
 //
-// One block, a thread for each of 1024 sequences at once: a sum over all sequences before.
+// One block, one thread for each of up to 1024 sequences at a time, with a prefix sum over the
+// sequences.
 #include <cstdint>
 
 #include "kernels/attention/paged/mixed.h"

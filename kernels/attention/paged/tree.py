@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward kernel over a paged cache for sequences whose new tokens are a tree.
 
-A row sees all keys before the new tokens of its sequence, and of the new tokens, up to 64, those
-that its word has a bit for. So a tile has a mask in its last one or two blocks. The host gives no
-limit of keys behind a query's own. Words are read where a block has a mask, so that no registers
-hold them.
+A row sees all keys before the new tokens of its sequence, and those of the up to 64 new tokens
+whose bit is set in its word. So only a tile's last one or two blocks need a mask. The host sets no
+limit to the right of a query. Words are read for each masked block, so that no registers hold them.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // attention_sinks_backward: the gradients of sinks, whose share of a row's sum is exp(sink - lse).
 //
-// The plan. The result and its gradient are read once, and memory is the limit: a head's rows are
-// divided among up to 64 blocks, each of which has several rows in flight, 16 bytes a thread. A
-// thread adds up its rows in order, a block its threads, and a second kernel the blocks: so the sum
-// is always the same.
+// Bound by memory: the result and its gradient are read once. A head's rows are divided among up to
+// 64 blocks, each of which has several rows in flight, 16 bytes per thread. A thread adds up its
+// rows in order, a block its threads, and a second kernel the blocks, so the sum is deterministic.
 #include <cstdint>
 
 #include "kernels/attention/sinks/sinks.h"
