@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two passes over the chunks of a sequence, for gradients: forward for the states before each
-// chunk, and back for the gradients of the states after it. They do not wait for each other: every
-// second block goes back. Both have a state, or its gradient, in registers as gated_delta_rule has.
-// Segments of few long sequences run side by side: the same kernel first finds what each does to
-// any state and adds to its gradient, from the identity and from zeros, and stores nothing else.
+// chunk, and back for the gradients of the states after it. They are independent: odd blocks go
+// back. Both keep a state, or its gradient, in registers, as gated_delta_rule does. Segments of few
+// long sequences run in parallel: the same kernel first computes the linear map of each segment,
+// from the identity and from zeros, and stores nothing else.
 //
 // With T = (I + A)^-1, G the sums of the gates, P the queries' products with the keys, a chunk's
 // forward is (see delta_chunks.cu)
@@ -12,10 +12,10 @@
 //   dU = P^T dO + exp(G[63] - G) K dS,  Y = T^T dU,  dV = beta Y,
 //   dS = exp(G[63]) dS + (exp(G) Q)^T dO - (exp(G) K)^T beta Y.
 // With a gate per channel exp(G) K, exp(G) Q and exp(G[63] - G) K are tiles of the workspace, and
-// exp(G[63]) is a factor of each row of S. delta_gradients.cu and delta_channel_gradients.cu make
-// the other gradients of S, dS, W, U and Y. The formulas are those of Yang
-// et al. (2024), arXiv:2412.06464, differentiated; chunk_gated_delta_rule_bwd of
-// flash-linear-attention divides the work likewise.
+// exp(G[63]) is a factor of each row of S. delta_gradients.cu and delta_channel_gradients.cu
+// compute the other gradients from S, dS, W, U and Y. The formulas are the derivatives of those of
+// Yang et al. (2024), arXiv:2412.06464; chunk_gated_delta_rule_bwd of flash-linear-attention
+// divides the work in the same way.
 #include <cstdint>
 #include <type_traits>
 

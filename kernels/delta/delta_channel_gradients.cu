@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of queries, keys, gates and betas of a chunk whose keys have a gate for each channel. A
-// block has a chunk and a head of keys, and goes through the heads of values that share it.
+// block has a chunk and a key head, and loops over the value heads that share it.
 //
-// From gated_delta_rule_passes come, of each head, the state S before the chunk and its gradient dS
-// after it, W, U and Y; dO are the results' gradients. By channels c, with D[i][j] the decay
+// gated_delta_rule_passes gives, for each head, the state S before the chunk and its gradient dS
+// after it, W, U and Y; dO are the results' gradients. For channel c, with D[i][j] the decay
 // exp(G[i][c] - G[j][c]):
 //   M = scale tril(dO U^T),  N = -beta[i] strict tril(Y U^T)
 //   dQ[i] = scale exp(G[i]) dO S^T + sum over j <= i of M[i][j] k[j] D[i][j]
 //   dK[i] = -beta exp(G[i]) Y S^T + sum over j < i of N[i][j] k[j] D[i][j]
 //         + exp(G[63] - G[i]) U dS^T + sum over j >= i of (M[j][i] q[j] + N[j][i] k[j]) D[j][i]
 //   dbeta = rows of Y . W - rows of (Y U^T) . (the keys' products, which the first kernel left)
-// The gradient of G[i] is q dQ and k times the first line of dK less the second. A gate's is the
-// sum of these from its own token on, and exp(G[63]) S . dS, and the terms of the keys that are
-// added to the state, less those from its own token on: those of the tokens before remain.
+// The gradient of G[i] is q dQ plus k times the first line of dK minus the second. A gate's
+// gradient is the sum of these from its own token on, plus exp(G[63]) S . dS, plus the terms of the
+// keys that earlier tokens add to the state (those of later tokens cancel).
 //
-// No product of two decays fits a float in general, see delta_channels.cu. Rows of 16 are
+// No product of two decays fits a float in general, see delta_channels.cu. Blocks of 16 rows are
 // multiplied with earlier ones, or columns with later ones, by tensor cores, both decayed to a
-// token between them. Blocks of 16 x 16 on the diagonal are summed by a thread for each channel,
-// which multiplies by one gate after the other as Horner's rule does, so that no exponential is
-// needed for each pair, and what a row and a column of it add to gates cancels.
+// token between them. Blocks of 16 x 16 on the diagonal are summed by a thread per channel, which
+// multiplies by one gate after the other, as in Horner's rule, so that pairs need no exponential,
+// and the terms of a row and a column in the gates cancel exactly.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prepares a chunk whose keys have a gate for each channel: what delta_chunks.cu makes, where the
-// decay is inside of the products, and the keys and queries with their decays. A block has a chunk
-// and a head of values. Warps 0 to 3 multiply the keys, 16 rows each, and warps 4 to 7 the queries.
+// Prepares a chunk whose keys have a gate per channel: the matrices of delta_chunks.cu, with the
+// decay inside of the products, and the decayed keys and queries. A block has a chunk and a value
+// head. Warps 0 to 3 multiply the keys, 16 rows each, and warps 4 to 7 the queries.
 //
 // In bfloat16 exp(G[i] - G[j]) is a product of two numbers, exp(G[i] - M) and exp(M - G[j]) with M
-// in the middle of a half chunk, if no channel decays by more than 2^-kRange in 8 tokens. Products
-// are those of a plain matrix then; where rows are earlier than columns they may overflow, and are
-// dropped. The other decays are products of these with numbers of a channel, which are zero below
-// 2^-126: what is lost is below 2^-30 of a key or query.
+// in the middle of a half chunk, if no channel decays by more than 2^-kRange in 8 tokens. The
+// products are then those of plain matrices; above the diagonal they may overflow, and are dropped.
+// The other decays are products of these with a factor per channel, which is flushed to zero below
+// 2^-126: the loss is below 2^-30 of a key or query.
 //
 // Otherwise, and in float16, rows and earlier columns are both decayed to the first of the rows, so
 // that no exponent is positive; on the diagonal, blocks of 8 x 8 are summed element by element.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prepares what a chunk needs of its queries, keys and gates before a state goes through it: for
-// each head of values the inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i)
-// below the diagonal, times beta by columns; and scale (q[i] . k[j]) decay(j to i) up to the
-// diagonal. Four warps have a chunk and a head of keys.
+// Prepares the matrices of a chunk from its queries, keys and gates: for each value head the
+// inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i) below the diagonal, with
+// columns times beta; and scale (q[i] . k[j]) decay(j to i) up to the diagonal. Four warps have a
+// chunk and a key head.
 //
-// A block has four such warps and one chunk; or, if args.ready is given, three times four that stay
-// on a multiprocessor and go through the chunks of all sequences in turn, the first chunks first.
-// They tell the kernel that follows, which runs beside them, as soon as a chunk is done. That
-// kernel starts once all blocks of this one have, so that no block here waits for it.
+// A block has four such warps and one chunk; or, if args.ready is given, three times four in a
+// persistent block, which process the chunks of all sequences, the first chunks first, and signal
+// the next kernel, which runs at the same time, when a chunk is done. That kernel starts once all
+// blocks of this one have started, so no block here waits for it.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"

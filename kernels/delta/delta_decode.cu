@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step of the gated delta rule: a block has 32 columns of a head's state in registers, reads and
-// writes them once, and goes through the tokens in between.
+// writes them once, and processes the tokens in between.
 //
-// A block of that reads, waits, computes and writes, one after the other, and has 16 KB: too little
-// is under way. So for a token of each of many sequences there are blocks that stay: each has
-// several whole states of a head in shared memory, of which one is computed while others are on
-// their way in or out by bulk copies. Each comes with its token's inputs: a load of these from
-// memory that is so busy takes as long as all instructions for a state. Results have the same bits.
+// Such a block reads, waits, computes and writes in sequence, with only 16 KB, so too little is in
+// flight. For one token of each of many sequences there is a persistent kernel: each block has
+// several whole states of a head in shared memory, of which one is computed while others are in
+// flight by bulk copies. Each is loaded with its token's inputs, because a load from the busy
+// memory takes as long as all instructions for a state. Results have the same bits.
 #include <cstdint>
 
 #include "kernels/delta/delta_kernels.h"

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of queries, keys, gates and betas of a chunk. A block has a chunk and a head of keys,
-// and goes through the heads of values that share it, so that their gradients are added in order.
+// Gradients of queries, keys, gates and betas of a chunk. A block has a chunk and a key head, and
+// loops over the value heads that share it, so that their gradients are added in order.
 //
-// From gated_delta_rule_passes come, of each head, the state S before the chunk and its gradient dS
+// gated_delta_rule_passes gives, for each head, the state S before the chunk and its gradient dS
 // after it, W, U and Y; dO are the results' gradients. With D[i][j] = exp(G[i] - G[j]):
 //   M = tril(dO U^T) D scale,  N = -strict tril(Y U^T) beta[i] D
 //   dQ = scale exp(G) dO S^T + M K
 //   dK = -beta exp(G) Y S^T + exp(G[63] - G) U dS^T + M^T Q + (N + N^T) K
 //   dbeta = rows of Y . W - rows of (Y U^T) . (K K^T D)
-// A gate's gradient is what its sum G[i] has: rows less columns of M . Q K^T + N . K K^T, and the
-// terms with S and dS; then summed from the end of the chunk.
+// The gradient of G[i] is rows minus columns of M . Q K^T + N . K K^T, plus the terms with S and
+// dS; a gate's gradient is their sum from its token to the end of the chunk.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"

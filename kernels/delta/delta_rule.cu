@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A state goes through the chunks of a sequence, or of a segment. A warpgroup has 64 columns of a
+// Applies the chunks of a sequence, or of a segment, to a state. A warpgroup has 64 columns of a
 // head's state in registers, transposed: [64, K]. All products keep that form, so that the result
-// of one is the left operand of the next where it is. One more warpgroup loads.
+// of one is the left operand of the next without moving. One more warpgroup loads.
 //
-// With kTransition the kernel computes what a segment does to any state: from zeros, what it adds;
-// and from the identity, without values, what it multiplies by. Where a segment's last chunks leave
-// nothing of a state, it goes through these alone, and the latter is zero.
+// With kTransition the kernel computes a segment's linear map of states: what it adds, from zeros,
+// and what it multiplies by, from the identity without values. If a segment's last chunks decay any
+// state to nothing, only these are processed, and the latter is zero.
 #include <cstdint>
 #include <type_traits>
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // gated_rms_norm: the norm of linear attention's output, times its gate.
 //
-// Bound by memory: x and gate are read and the result is written once. Some lanes of a warp have a
-// row in registers, so that the sum of squares takes a few shuffles and no barrier. All loads of a
-// row are under way before anything waits.
+// Bound by memory: x and gate are read and the result is written once. A group of lanes of a warp
+// has a row in registers, so that the sum of squares takes a few shuffles and no barrier. All loads
+// of a row are in flight before anything waits.
 #include <cstdint>
 
 #include "kernels/delta/delta_kernels.h"

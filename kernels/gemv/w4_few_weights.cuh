@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 4-bit weights and their scales as nvfp4_linear's kernels use them: a lane has 32 neighbouring
-// values of a row at a time (a unit), two units a line of K.
+// 4-bit weights and their scales as nvfp4_linear's kernels use them: a lane has 32 consecutive
+// values of a row at a time (a unit), two units per line of K.
 #ifndef KERNELS_GEMV_W4_FEW_WEIGHTS_CUH_
 #define KERNELS_GEMV_W4_FEW_WEIGHTS_CUH_
 

@@ -4,7 +4,7 @@
 //
 // The plan is that of w4_tiles.cu: rows of the weight are the product's rows, decoded in registers
 // as the A operand of wgmma, tokens are its columns, and the blocks of a cluster split K. Products
-// are of e4m3, which holds every 4-bit number exactly, at twice the rate of 16-bit ones.
+// are in e4m3, which holds every 4-bit number exactly, at twice the rate of 16 bits.
 //  - A thread needs 2 bytes of each 8 of its row. It loads the word that has them, so that the 16
 //    bytes for 32 values of K are two loads of 4 bytes, and looks up e4m3 with byte permutations:
 //    10 instructions for 8 weights of e2m1, 12 for 8 whole numbers, whose table of 16 bytes comes
@@ -14,8 +14,8 @@
 //    products of a row then add up in one accumulator.
 //  - Scales of whole numbers multiply a group's sums, which are then added in float32. With groups
 //    of 128, four products share that; smaller groups are scaled after each 32 of K.
-//  - A step's operands have registers of their own, so that decoding does not wait for the products
-//    of the chunk before.
+//  - A step's operands have separate registers, so that decoding does not wait for the products of
+//    the previous chunk.
 #include <cstdint>
 #include <iterator>
 

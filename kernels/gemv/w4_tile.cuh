@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts that w4_linear's kernels for many tokens share: the loads of a block's stages, and the
-// way from sums in registers to the result.
+// Shared by w4_linear's kernels for many tokens: the loads of a block's stages, and the epilogue.
 #ifndef KERNELS_GEMV_W4_TILE_CUH_
 #define KERNELS_GEMV_W4_TILE_CUH_
 

@@ -2,9 +2,8 @@
 // w4_linear for many tokens: out[t, n] = act(sum over k of x[t, k] * weight[n, k] + bias[n]), the
 // weight in 4 bits.
 //
-// Weights are the A operand of wgmma, in registers: a thread decodes them there, so that they cost
-// neither shared memory nor a second pass. Rows of the weight are therefore the product's rows, and
-// tokens its columns.
+// Weights are the A operand of wgmma, decoded in registers, so that they need neither shared memory
+// nor a second pass. Rows of the weight are therefore the product's rows, and tokens its columns.
 //  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA into a
 //    ring of stages of 128 values of K, others bring the scales there, ready for use; groups of two
 //    warpgroups decode and multiply, each warpgroup 64 rows. Up to 128 tokens there are two groups,

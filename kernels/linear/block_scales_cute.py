@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by kernels of float8 operands with a scale per 1x128 and 128x128 values: the scales' way
-to shared memory, and products that are scaled into a second set of float32 sums."""
+"""Shared by kernels of float8 operands with a scale per 1x128 and 128x128 values: copies of the
+scales to shared memory, and products that are scaled into a second set of float32 sums."""
 
 import cutlass
 import cutlass.cute as cute

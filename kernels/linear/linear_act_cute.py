@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for large M: TMA, wgmma, persistent blocks.
 
-Its kinds: "extra" may add a residual[M, N] to that, and write what the activation is taken of (the
-sums) too, for the backward. "gated": w[2N, K] has N rows of the gate, then N of what it multiplies,
-and a tile as many of both: y = act(gate) * up. "grad_x" and "grad_weight" are the products of the
-backward, whose operands lie in memory the other way round: grad @ w and grad^T @ x. float8 operands
-have scales, of rows of x and of w, and a bfloat16 result. "blocks": scales of blocks instead
-(linear_blocks_cute.py), and any activation.
+Kinds: "extra" may add a residual[M, N], and also write the preactivation for the backward. "gated":
+w[2N, K] has N rows of the gate, then N of up, and a tile has equally many of both: y = act(gate) *
+up. "grad_x" and "grad_weight" are the products of the backward, with transposed operands: grad @ w
+and grad^T @ x. float8 operands have scales per row of x and of w, and a bfloat16 result. "blocks":
+block scales instead (linear_blocks_cute.py), and any activation.
 
 One warp of the first warpgroup loads tiles of x and w into a ring of shared memory stages; two
-warpgroups multiply. They either share a tile, a half of its rows each, or take turns with whole
-tiles ("pingpong"), so that one's epilogue runs while the other keeps the tensor cores busy. The
-two blocks of a cluster work on tiles one below the other and multicast the tile of w.
+warpgroups multiply. They either share a tile, half of its rows each, or alternate whole tiles
+("pingpong"), so that one's epilogue runs while the other keeps the tensor cores busy. The two
+blocks of a cluster work on tiles one below the other and multicast the tile of w.
 """
 
 import cutlass

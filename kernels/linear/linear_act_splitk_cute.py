@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for small M, where reading w is all that costs.
+"""y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for small M, bound by reading w.
 
-The blocks of a cluster share one tile of the output, a slice of K each, and a share of its rows to
-add up, whose partial sums the others send to them: no workspace, no second kernel, no fence. One
-warp loads, one warpgroup multiplies. A tile may have fewer rows than the multiplication takes, so
-that M divides evenly: what lies in the others spoils rows of the product that nobody reads.
+Split-K within a cluster: its blocks share one tile of the output, with a slice of K each. Each adds
+up a share of the tile's rows, whose partial sums the others send to it: no workspace, no second
+kernel, no fence. One warp loads, one warpgroup multiplies. A tile may have fewer rows than the
+instruction, so that M divides evenly: garbage in the others only affects rows of the product that
+are not read.
 
 Kinds ("plain", "gated", "grad_x", "blocks"), residual and sums are those of linear_act_cute.py.
 """

@@ -2,19 +2,19 @@
 """Block scales in linear's kernels: a scale per 1x128 values of x and 128x128 of w.
 
 A stage of the ring has 128 values of K, so its products have one scale per row of x and 128 rows of
-w. They are computed without the sums so far, scaled and added to these in float32. That also keeps
-what the tensor cores' own sums lose: they have 13 bits, but only for 128 products.
+w. They start from zero, and are scaled and added to the sums in float32. That also limits the error
+of the tensor cores' 13-bit accumulation to 128 products.
 
-A tile of 256 columns has no registers for the products of both its halves: one is scaled before the
-other begins, while the other warpgroup multiplies. A tile of 128 rows that one warpgroup multiplies
-has halves of 64 rows: one is scaled while the other is multiplied.
+A tile of 256 columns has no registers for the products of both halves: one is scaled before the
+other begins, while the other warpgroup multiplies. A tile of 128 rows for one warpgroup has halves
+of 64 rows: one is scaled while the other is multiplied.
 
-The scales of a stage lie beside it in shared memory: tile_m of rows, then those of w. One warp
-copies them. The multiplying warps read them one step ahead.
+The scales of a stage are beside it in shared memory: tile_m for rows, then those of w. One warp
+copies them. The consumer warps read them one step ahead.
 
-Tiles of 144 and 192 columns, which begin in the middle of 128, have two scales of w. They serve 65
-to 128 rows, with one product a step, where they fill whole waves. Those of 192 also serve narrow w,
-with three products of 64 columns, each scaled while the next one is computed.
+Tiles of 144 and 192 columns, which may begin in the middle of 128, have two scales of w. They serve
+65 to 128 rows, with one product per step, if they fill whole waves. Those of 192 also serve narrow
+w, with three products of 64 columns, each scaled while the next one is computed.
 """
 
 import math

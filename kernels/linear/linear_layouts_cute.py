@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What linear's kernels share: how tiles lie in memory, and their way from w to shared memory."""
+"""Shared by linear's kernels: layouts of tiles in memory, and copies of w to shared memory."""
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of linear_act beyond the precompiled tiles: `tiercel tune linear --compile` asks for
-them by everything that their shapes have."""
+"""Variants of linear_act beyond the precompiled tiles: `tiercel tune linear --compile` names them
+by all parameters of their shapes."""
 
 from linear_cute import _large, _small
 

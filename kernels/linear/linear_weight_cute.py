@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight's gradient from float8: out[M, N] = x[M, K] @ w[N, K]^T with a scale per 1x128 of both.
+"""A weight's gradient in float8: out[M, N] = x[M, K] @ w[N, K]^T with a scale per 1x128 of both.
 
-K are the tokens; x is the transposed gradient, w the transposed input. Expected per tile of 128x256
-and step of 128 tokens: the tensor cores take 1024 cycles. The float32 sums take 32768 multiply-adds
-of products and as many products of two scales: 512 issue slots of each of the four schedulers, of
-some 780 with all others. Two blocks of a cluster share w by multicast: 32 KB a step come from the
-L2. The result is written once, 4 bytes an element, and is read before where it is added to: [4096,
-4096] are 134 MB, 31 us at 4.3 TB/s, of some 110 us for the products of 4096 tokens.
+K counts tokens; x is the transposed gradient, w the transposed input. Per tile of 128x256 and step
+of 128 tokens, the tensor cores need 1024 cycles. The float32 sums need 32768 multiply-adds and as
+many products of two scales: 512 issue slots of each of the four schedulers, about 780 with all
+other instructions. Two blocks of a cluster share w by multicast: 32 KB per step come from the L2.
+The result is written once, 4 bytes per element, and with `total` read once: [4096, 4096] are 134
+MB, 31 us at 4.3 TB/s, of about 110 us for the products of 4096 tokens.
 
 The plan is that of linear_act_cute.py and linear_blocks_cute.py: one warp loads x and w into a ring
 of stages, another one the scales beside it; two warpgroups multiply. Of a tile of 256 columns each
 has all 128 rows of 128 columns, so that a lane's 32 scales of columns serve two halves of rows from
 registers; of a tile of 128 columns it has 64 rows.
 
-A warpgroup multiplies 64 rows by 64 columns at a time, into one of two sets of sums, and scales
-those of the part before meanwhile: a warp takes some three cycles for each instruction of that
-beside the other warpgroup's products, which is more than the products themselves take.
+A warpgroup multiplies 64 rows by 64 columns at a time, into one of two accumulators, and scales the
+previous part meanwhile: beside the other warpgroup's products a warp needs about three cycles per
+instruction for that, which is more than the products themselves take.
 
-Sums go from registers to memory: four lanes write 32 bytes of a row. Where they are added to what
-is there, the warp of the scales prefetches that to the L2 during the tile's first steps.
+Sums are stored from registers: four lanes write 32 bytes of a row. With `total`, the warp of the
+scales prefetches it to the L2 during the tile's first steps.
 """
 
 import cutlass

@@ -10,14 +10,14 @@
 // logits takes 250 KiB, so a cluster of 1 to 8 blocks holds it in shared memory: each block copies
 // its part with the bulk copy engine in a few chunks, reduces each chunk as it arrives (the online
 // softmax), exchanges the maximum and the sum with the cluster's other blocks, and writes the
-// gradient from shared memory. Three blocks per multiprocessor hide each other's phases.
+// gradient from shared memory. Three blocks per multiprocessor hide each other's latency.
 //
 //   block 0   | copy chunks -> max, sum |  \                       / | gradient of its part |
 //   block 1   | copy chunks -> max, sum |   > exchange (max, sum) <  | gradient of its part |
 //   ...
 //
 // A row of up to 4 KiB belongs to a warp instead, which copies it with asynchronous loads and needs
-// no barrier: then the number of warps hides the phases.
+// no barrier: then the number of warps hides the latency.
 //
 // Vectors of 16 bytes are numbered from the multiple of 16 bytes at or before the row's start. The
 // first and the last one may hold elements of other rows: their elements are copied one by one, and

@@ -2,9 +2,9 @@
 // sums[target] += by * x for tokens that are sorted by their targets, as target_rows.h says.
 //
 // Bound by memory: x is read, and each row of sums that occurs is read and written. A block takes
-// one place of the order, and eight columns a thread; it ends at once unless the token before has
-// another target. Of the target's tokens it then adds the rows in their order, four of them in
-// flight, in float32, and last what the row of sums was. No shared memory, no barrier. Launched
+// one position of the order, a thread eight columns; the block ends at once if the previous token
+// has the same target. Otherwise it adds the rows of the target's tokens in order, four of them in
+// flight, in float32, and finally the previous row of sums. No shared memory, no barrier. Launched
 // with programmatic dependent launch.
 #include "kernels/loss/target_rows_kernels.h"
 #include "kernels/sm90/float_format.cuh"

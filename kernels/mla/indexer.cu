@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// indexer_logits: how much each key matters to each token, as sparse attention's indexer has it.
+// indexer_logits: the scores of sparse attention's indexer for each token and key.
 //
-// A block has 256 rows, tokens times heads, whose queries it keeps in shared memory, and goes
-// through tiles of 64 keys. The two multiplying warpgroups have a tile each: keys times queries,
-// 64 x 256, so that all heads of a key are in the four lanes of a quad, which add them up without
-// shared memory; while one adds, the other one multiplies. The third warpgroup loads, by TMA. Tiles
-// that no token of the block sees are filled without a product.
+// A block has 256 rows, tokens times heads, whose queries it keeps in shared memory, and loops over
+// tiles of 64 keys. The two consumer warpgroups have a tile each: keys times queries, 64 x 256, so
+// that all heads of a key are in the four lanes of a quad, which add them up without shared memory;
+// while one adds, the other multiplies. The third warpgroup loads, by TMA. Tiles that no token of
+// the block sees are filled without a product.
 #include <cuda.h>
 
 #include <cstdint>

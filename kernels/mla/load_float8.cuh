@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys in float8, made 16 bits on the way to shared memory: wgmma turns values of 16 bits only.
+// Float8 keys, converted to 16 bits on the way to shared memory: wgmma only transposes 16 bits.
 #ifndef KERNELS_MLA_LOAD_FLOAT8_CUH_
 #define KERNELS_MLA_LOAD_FLOAT8_CUH_
 

@@ -3,7 +3,7 @@
 //
 // All data is read once and written once. A warp has a token: each lane 8 elements of either half
 // of the latent, the first lanes 8 of the rotary key. All loads are in flight before the warp waits
-// for the slot. 16 lanes have what shares a scale.
+// for the slot. 16 lanes have the elements that share a scale.
 #include <cstdint>
 
 #include "kernels/mla/mla_kernels.h"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_combine: rows of sequences that several lanes of mla_decode shared.
+// mla_combine: combines the rows of sequences that several lanes of mla_decode shared.
 //
-// A block goes through rows of a sequence, and ends at once if no lanes share it. 128 threads have
-// a row, each 4 columns, or all four groups of a block do, where a sequence has many parts, and
-// take them in turn; with 6 or 8 reads in flight, in a fixed order. Parts are in the L2, so the
+// A block loops over rows of a sequence, and ends at once if no lanes share it. 128 threads have a
+// row, 4 columns each; if a sequence has many parts, all four groups of a block share a row's
+// parts. 6 or 8 reads are in flight, and sums are in a fixed order. Parts are in the L2, so the
 // time is the latency of a few such rounds.
 #include <cstdint>
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_decode: attention of absorbed queries over one latent cache, whose rows are keys and, without
-// their last 64 columns, values. Caches of 16 bits in pages of 64 keys or more have
-// mla_decode_ahead.
+// mla_decode: attention of absorbed queries over a latent cache, whose rows are keys and, without
+// their last 64 columns, values. 16-bit caches with pages of 64 keys or more use mla_decode_ahead.
 //
 // A block has 64 rows, queries times heads of one sequence, and goes through the keys in steps of
 // 64. Of its three warpgroups
@@ -11,14 +10,14 @@
 //   the third loads: one warp what the first warpgroup frees, one what the second does. Float8 goes
 //     through its registers and becomes 16 bits there.
 // A step's rows are loaded once, 72 KiB, and both products read them from shared memory: values are
-// the same tile, turned by wgmma. Two steps are in flight. The fragments of probabilities are those
-// of scores, so that a thread of the second warpgroup takes over what its counterpart has.
+// the same tile, transposed by wgmma. Two steps are in flight. Probabilities have the fragments of
+// scores, so a thread of the second warpgroup takes over those of its counterpart.
 //
-// Two blocks with other rows of the same sequences are a cluster and read the same keys at the same
-// time: each loads half of them, into the shared memory of both.
+// Two blocks with different rows of the same sequences form a cluster and read the same keys at the
+// same time: each loads half of them, into the shared memory of both.
 //
-// Blocks share all sequences' steps evenly, as lengths on the GPU say (share.cuh); mla_combine puts
-// sequences together that several lanes have.
+// Blocks share the steps of all sequences evenly, by the lengths on the GPU (share.cuh);
+// mla_combine combines the parts of sequences that several lanes share.
 #include <cstdint>
 
 #include "kernels/mla/block.cuh"

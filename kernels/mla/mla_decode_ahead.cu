@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_decode_ahead: mla_decode over a cache of 16 bits whose pages have 64 keys or more. It makes
-// the scores of a step before it multiplies the values of the step before.
+// mla_decode_ahead: mla_decode over a cache of 16 bits whose pages have 64 keys or more. It
+// computes the scores of a step before it multiplies the values of the previous step.
 //
 // A block has 64 rows, queries times heads of one sequence, and goes through the keys in steps of
 // 64. Of its three warpgroups
@@ -9,17 +9,17 @@
 //     keys alone from shared memory;
 //   the second and the third multiply probabilities by 256 columns of the values each. A warp of
 //     the second loads keys, between its products: one box of 64 keys for each half of the latents.
-// Three steps of 72 KiB are in flight. Probabilities take the place of a step's rotary columns,
-// which are no values. They have the bits of mla_decode's: each sum has the same order.
+// Three steps of 72 KiB are in flight. Probabilities overwrite a step's rotary columns, which are
+// not values. Results have the bits of mla_decode's: each sum has the same order.
 //
-// The tensor cores have work all the time if the scores of step j + 1 are made before the values of
-// step j are multiplied: while these are, probabilities of step j + 1 are made. So the second and
-// the third warpgroup wait for their turn, which comes when most of the scores are made, or at once
-// if their keys are not there yet. The first warpgroup never waits for the others, except for keys:
-// its instructions between two steps bound the kernel as much as the products do.
+// The tensor cores always have work if the scores of step j + 1 come before the products with the
+// values of step j, which overlap with the softmax of step j + 1. So the second and the third
+// warpgroup wait until most of the scores are computed, unless their keys have not arrived. The
+// first warpgroup never waits for the others, except for keys: its instructions between two steps
+// bound the kernel as much as the products do.
 //
-// Two blocks with other rows of the same sequences are a cluster and read the same keys at the same
-// time: each loads half of their columns, into the shared memory of both.
+// Two blocks with different rows of the same sequences form a cluster and read the same keys at the
+// same time: each loads half of their columns, into the shared memory of both.
 #include <cstdint>
 
 #include "kernels/mla/ahead.cuh"

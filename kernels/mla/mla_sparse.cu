@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_sparse: attention of absorbed queries, each over the rows of a latent cache that its own list
-// names.
+// mla_sparse: attention of absorbed queries, each over its own list of rows of a latent cache.
 //
 // A block has 64 rows, heads of one query, and goes through the list in pairs of steps of 64 keys.
 // Of its three warpgroups
@@ -8,13 +7,13 @@
 //     the values of both;
 //   the second makes those of the second step, and sums the other 256 columns of both;
 //   the third loads the rows, as mla_decode's does, with zeros where an entry is none.
-// So one warpgroup's products run while the other one makes probabilities. The largest scores go
-// from step to step in their order, as if one warpgroup had made all probabilities: a step's
-// fragments, largest scores and factors pass through shared memory, in one place, since what a
-// thread writes there is what it has read from there just before.
+// So one warpgroup's products run while the other computes probabilities. The running maximum
+// passes from step to step in order, as if one warpgroup computed all probabilities: a step's
+// fragments, maxima and factors pass through one buffer in shared memory, since a thread writes
+// where it has just read.
 //
-// Blocks share all queries' steps evenly; mla_combine puts queries together that several lanes
-// have.
+// Blocks share the steps of all queries evenly; mla_combine combines the parts of queries that
+// several lanes share.
 #include <cstdint>
 
 #include "kernels/mla/block.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lane's share of all sequences' steps.
+// A lane's share of the steps of all sequences.
 #ifndef KERNELS_MLA_SHARE_CUH_
 #define KERNELS_MLA_SHARE_CUH_
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// top_k_indices: where the k largest elements of each row are, exactly, ties by the lowest index.
+// top_k_indices: the indices of the k largest elements of each row, exactly, ties by the lowest
+// index.
 //
-// A cluster has a row, each of its blocks an equal part, which it reads once, keeps in shared
-// memory as integers of the same order and counts by a first digit. Every block adds the counts of
-// all up, finds the digit that the k-th largest has, and counts the next digit, of 11 bits, of what
-// has that one, until the k-th largest is known, or earlier, if what is left is just enough. Then
-// each warp counts what it has above it and equal to it, and knows from the counts of others where
-// its own go: indices ascend. Parts that are too long for shared memory are read again each time.
+// A radix select. A cluster has a row, each of its blocks an equal part, which it reads once, keeps
+// in shared memory as order-preserving integers and counts by a first digit. Every block adds up
+// all counts, finds the digit of the k-th largest, and counts the next digit, of 11 bits, of the
+// elements with that one, until the k-th largest is known, or exactly the missing number is left.
+// Then each warp counts its elements above and equal to it, and the others' counts give the
+// positions of its own: indices ascend. Parts that are too long for shared memory are read again in
+// each round.
 #include <cstdint>
 
 #include "kernels/mla/top_k.cuh"

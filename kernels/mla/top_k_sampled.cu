@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// top_k_indices of long rows, of which few elements are chosen: most are compared once and dropped.
+// top_k_indices of long rows with small k: most elements are compared once and dropped.
 //
 // A cluster has a row, each of its blocks an equal part. An eighth of it, spread evenly, is counted
-// by a first digit, and from these counts follows a bound that, by a wide margin, somewhat more
-// than k elements of the row reach. Then the part is read once: each warp appends what reaches the
-// bound to a list in shared memory. The k-th largest is found among the lists, as in top_k.cu. If
-// fewer than k reached the bound, or more than there is room for, the rounds read the row again
-// instead, so that the choice is always exact.
+// by a first digit, which gives a bound that, by a wide margin, somewhat more than k elements of
+// the row reach. Then the part is read once: each warp appends elements that reach the bound to a
+// list in shared memory. The k-th largest is found among the lists, as in top_k.cu. If fewer than k
+// reach the bound, or more than there is room for, the rounds read the row again instead, so the
+// selection is always exact.
 //
-// Lists have no order. The chosen set bits in shared memory, whose prefix sums give each its place.
+// Lists are unordered. Selected elements set bits in shared memory, whose prefix sums give their
+// positions.
 //
-// An element costs a comparison, a ballot and a few instructions of its warp: 12 for 32 elements,
-// 190 thousand a multiprocessor for 1024 rows of 65536, 27 us, where the bytes take 64 us. Three
-// blocks share a multiprocessor, so that one reads while others are in their rounds.
+// 32 elements cost about 12 instructions of a warp: for 1024 rows of 65536, 190 thousand per
+// multiprocessor, 27 us, where memory takes 64 us. Three blocks share a multiprocessor, so that one
+// reads while others are in their rounds.
 #include <cstdint>
 
 #include "kernels/mla/top_k.cuh"

@@ -7,7 +7,7 @@
 //  - every warp routes the ids, one per lane. One thread of warp 16 keeps a ring of slots full by
 //    bulk copies: units of 8 rows of the first half of w_up and their 8 partners in the second
 //    half; then 16 rows of w_down of each expert. It needs no x, so it runs ahead of the other
-//    warps, but with no more in flight than keeps memory busy.
+//    warps, but with only as much in flight as keeps memory busy.
 //  - meanwhile warps 0 to 15 quantise x, loaded right behind the ids, into shared memory. They
 //    multiply in four groups (in eight for w_down of 5 to 8 experts, which then takes one turn),
 //    each with units of its own: a unit's 16 rows by mma.sync with up to 8 tokens, K divided

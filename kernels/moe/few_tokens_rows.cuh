@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that fused_moe for few tokens multiplies the weights with, quantised while they are loaded.
+// The rows of x in fused_moe for few tokens, quantised while they are loaded.
 #ifndef KERNELS_MOE_FEW_TOKENS_ROWS_CUH_
 #define KERNELS_MOE_FEW_TOKENS_ROWS_CUH_
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the kernels of moe_up, moe_down and grouped_gemm share."""
+"""Shared by the kernels of moe_up, moe_down and grouped_gemm."""
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper

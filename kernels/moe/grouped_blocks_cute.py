@@ -11,14 +11,14 @@ into float32 sums in registers (moe_block_scales_cute.py).
   64x128    have 64 columns each                     few rows: the matrices' bytes bind it, and
                                                      there are twice as many tiles to share out
 
-With `capacity` > 0 each group has so many rows of its own in memory, of which the first counts[e]
-are multiplied: the layout that DeepGEMM calls masked. There are no rows outside of the groups then,
-and those beyond a count are not stored.
+With `capacity` > 0 each group has a buffer of that many rows, of which the first counts[e] are
+multiplied: DeepGEMM's masked layout. Then there are no rows outside of the groups, and rows beyond
+a count are not stored.
 
-Pairs of thread blocks with the same rows of x, multicast to both, were 5 % slower (H200).
+Rejected: pairs of thread blocks that share rows of x by multicast, 5 % slower (H200).
 
-A warp stores its 16 rows of 64 columns through shared memory of its own, 128 neighbouring bytes
-at a time. The ring leaves no room for pieces that the copy engine would store meanwhile.
+A warp stores its 16 rows of 64 columns through its own shared memory, 128 contiguous bytes at a
+time. The ring leaves no room for staging buffers of the copy engine.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_gemm and its gradients: groups of neighbouring rows, each with a matrix of its own.
+"""grouped_gemm and its gradients: groups of consecutive rows, each with its own matrix.
 
 The kinds, for a group e of rows of a:
   "plain"        out[rows] = a[rows] @ b[e]^T,  a[m, k], b[groups, n, k]
@@ -15,8 +15,8 @@ zeros.
 
 Warp 0 loads tiles of a and b into a ring of stages (full[stage]: the copy engine's bytes;
 empty[stage]: one arrival per multiplying warp). Two warpgroups multiply, 64 rows of a tile each.
-Their results lie in shared memory, in place of a fourth stage of the ring, while the copy engine
-stores them and the next tile is multiplied.
+Their results are staged in shared memory, instead of a fourth stage of the ring, while the copy
+engine stores them and the next tile is multiplied.
 """
 
 from typing import NamedTuple

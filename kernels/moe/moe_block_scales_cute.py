@@ -2,14 +2,14 @@
 """float8 products with a scale per 1x128 values of x and 128x128 of the weights.
 
 A step of the ring has 128 values of K, so its products have one scale per row and half of the
-weights. They are scaled into a second set of float32 sums, which also keeps the precision that the
-tensor cores' own sums lose. One half of a tile is scaled while the other is multiplied. A wide
-tile has no registers for the products of both halves: they are scaled in turn, while the other
-warpgroup multiplies.
+weights. They are scaled into a second set of float32 sums, which also avoids the error of the
+tensor cores' 13-bit accumulation over all of K. One half of a tile is scaled while the other is
+multiplied. A wide tile has no registers for the products of both halves: they are scaled in turn,
+while the other warpgroup multiplies.
 
 The scales of a step lie in the ring beside its rows and weights: tile_m of rows, then two of the
-weights' halves. The multiplying warps read them one step ahead. From global memory they would have
-to be in flight for longer, and each step's fence waits for such loads.
+weights' halves. The consumer warps read them one step ahead. Loads from global memory would be in
+flight for longer, and each step's fence would wait for them.
 """
 
 import cutlass

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing tables: which expert a block of rows is for, and which elements its rows are.
+"""Routing tables: the expert of each block of rows, and the elements of its rows.
 
 moe_align_block_size makes these lists. For few ids each thread block makes its own in shared memory
 instead: a launch that makes them takes longer, and the next one would wait for it.
 
-The lists may hold anything. What is no expert counts as -1, what is no element as padding. A value
-that is read ahead is clamped when it is used, so that nothing waits for the load before that.
+The lists may hold anything: an invalid expert counts as -1, an invalid element as padding. A
+prefetched value is clamped only when it is used, so that nothing waits for its load before.
 """
 
 import cutlass

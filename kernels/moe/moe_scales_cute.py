@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales per row: of x and the weights of a float8 tile, with the routing weights of `down`.
 
-They meet the sums in the epilogue, before the activation. A tile of 128 rows lists the scales of
-its weight rows in shared memory: if each chunk read its own from memory, it would wait behind the
-stores of the chunk before.
+They multiply the sums in the epilogue, before the activation. A tile of 128 rows keeps the scales
+of its weight rows in shared memory: a chunk's reads from global memory would wait for the stores of
+the previous chunk.
 """
 
 import cutlass

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile a thread block takes next, and how `down` learns which rows `up` has stored.
+"""The order of tiles of a thread block, and `up`'s progress, which `down` waits for.
 
-Tiles of 64 rows are numbered by block of the routing, then by column. 16-bit ones are dealt out in
-steps of the grid; float8 ones are taken in this order from a counter in memory.
+Tiles of 64 rows are numbered by block of the routing, then by column. 16-bit kernels step by the
+grid size; float8 kernels take tiles in this order from a counter in memory.
 
 Tiles of 128 rows are taken in an order by expert: all blocks of an expert for one column, then for
 the next, so that tiles with the same weights are loaded from L2 at about the same time. They are
 taken from a counter, too: tiles with few rows take less time, some multiprocessors get their data
-faster, and thread blocks that only step by the grid size drift apart, until weights are read from
-memory twice or some blocks work long after the rest is done. Without a counter they do step by it.
+faster, and thread blocks that step by the grid size drift apart, until weights are read from memory
+twice or some blocks finish late. Without a counter they step by the grid size.
 
 One warp takes tiles and publishes them in shared memory, TURNS at most before they are read.
 

@@ -6,9 +6,9 @@
 //  - A thread block multiplies one block of the routing, of one expert, with a tile of the expert's
 //    rows. Its first warps decode and multiply; the others fill a ring of stages of 128 values of
 //    K: one box of weights by TMA, and rows of x gathered by cp.async.
-//  - The box takes the tile's rows in groups of 16: 8 rows, then 8 others. Gated, these are the
-//    gates of 8 features and what they are for, wherever the checkpoint has them, so that both
-//    are sums of one thread and the activation needs no exchange.
+//  - The box takes the tile's rows in groups of 16: 8 rows, then 8 others. If gated, these are the
+//    gates and up rows of 8 features, in either order of the checkpoint, so that both sums are in
+//    one thread and the activation needs no exchange.
 //  - Blocks of up to 32 tokens, for few: bound by instructions, since all weights of an expert are
 //    decoded for a token or two. Tiles of 64 rows; a warp multiplies 16 of them by mma.sync,
 //    because the order of K within a product is free there: a lane decodes 32 neighbouring weights
@@ -22,7 +22,7 @@
 //  - Blocks of 64 and 128 tokens: wgmma, 64 rows for each warpgroup, as in w4_linear's tiles
 //    (kernels/gemv/w4_tiles.cu). Three warpgroups, or two thread blocks, hide the latency of
 //    decoding. Scales are loaded some steps ahead, and stored in the form in which they multiply.
-//  - Nobody waits for the host: thread blocks beyond the blocks in use return. Without a routing,
+//  - No host synchronisation: thread blocks beyond the blocks in use return. Without a routing,
 //    each id is a block.
 //  - The second product reads the routing, scales and first weights while the first one ends: that
 //    lets it start only when the routing's launch has ended.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mean and variance in one pass. A thread sums distances from its first element: their squares are
-// at most count + 1 times the squared distances from the mean, so little cancels for any data.
-// Chan's formula joins threads, warps and blocks. The mean is kept as two numbers, a value near it
-// and the distance from that value: a single float32 would be off by up to half a unit in the last
-// place, and x - mean with it, which can exceed the deviation.
+// Mean and variance in one pass. A thread sums differences from its first element: their squares
+// are at most count + 1 times the squared differences from the mean, so there is little
+// cancellation for any data. Chan's formula merges threads, warps and blocks. The mean is kept as
+// two numbers, a value near it and the distance from that value: a single float32 would be off by
+// up to half a unit in the last place, and x - mean with it, which can exceed the deviation.
 #ifndef KERNELS_NORM_MOMENTS_CUH_
 #define KERNELS_NORM_MOMENTS_CUH_
 

@@ -5,12 +5,13 @@
 // neighbouring rows; a team of threads handles one row at a time. TMA bulk copies prefetch rows
 // into a ring of stages. Each team has its own ring, so teams do not wait for each other; one
 // mbarrier per stage signals that its row has arrived. The statistics are recomputed, which reads
-// nothing more. A thread owns the same columns of every row, so the parameters' gradients
-// accumulate in registers. Each block writes them once, as one row of partial sums, and norm_reduce
-// adds those in a fixed order.
+// nothing more. A thread has the same columns of every row, so the parameters' gradients accumulate
+// in registers. Each block writes them once, as one row of partial sums, and norm_reduce adds those
+// in a fixed order.
 //
-// Floor: x and grad read once, grad_x written once, at the speed of a copy. 16-bit layer norms are
-// near the issue limit, too: about 25 of the 43 instructions per element that fit into that time.
+// Lower bound: x and grad read once, grad_x written once, at the speed of a copy. 16-bit layer
+// norms are near the issue limit, too: about 25 of the 43 instructions per element that fit into
+// that time.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 

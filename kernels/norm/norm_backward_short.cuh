@@ -9,7 +9,7 @@
 // with the weight) stay in registers for the second, and addresses advance from row to row: about
 // 15 instructions per element and 100 per row.
 //
-// Floor: x and grad read once, grad_x written once, at the speed of a copy.
+// Lower bound: x and grad read once, grad_x written once, at the speed of a copy.
 #ifndef KERNELS_NORM_NORM_BACKWARD_SHORT_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_SHORT_CUH_
 

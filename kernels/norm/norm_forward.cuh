@@ -4,9 +4,9 @@
 // Plan: each thread holds kVectors vectors of its row in registers, so x is read once. Blocks take
 // rows in order, so DRAM accesses stay sequential.
 //
-// Floor: x (and residual) read once, out (and residual_out) written once, at the speed of a copy.
-// For small inputs: the latency of a load, a reduction and a store, hence few instructions for
-// addresses.
+// Lower bound: x (and residual) read once, out (and residual_out) written once, at the speed of a
+// copy. For small inputs: the latency of a load, a reduction and a store, hence few instructions
+// for addresses.
 #ifndef KERNELS_NORM_NORM_FORWARD_CUH_
 #define KERNELS_NORM_NORM_FORWARD_CUH_
 

@@ -2,10 +2,10 @@
 // rms_norm and layer_norm of long rows, 16-byte aligned, with parameters of x's type.
 //
 // Plan: as norm_forward, but a block's part of the row stays in shared memory, where each thread
-// copies the elements it needs asynchronously. Registers hold the parameters instead, which have
-// arrived when the cluster's sums have, and more blocks fit on a multiprocessor.
+// copies the elements it needs asynchronously. Registers hold the parameters instead, whose loads
+// overlap the cluster's exchange, and more blocks fit on a multiprocessor.
 //
-// Floor: as norm_forward.
+// Lower bound: as norm_forward.
 #ifndef KERNELS_NORM_NORM_LONG_CUH_
 #define KERNELS_NORM_NORM_LONG_CUH_
 

@@ -4,10 +4,10 @@
 //
 // Plan: as norm_forward, or one warp per row, in fewer instructions: at the memory's speed a
 // multiprocessor has time for about 30 per 16-bit element. With few bytes the latency counts, from
-// the end of the previous grid to the last store; everything that needs no data is therefore done
-// before that grid ends.
+// the end of the previous grid to the last store; so everything that needs no data is done before
+// that grid ends.
 //
-// Floor: as norm_forward.
+// Lower bound: as norm_forward.
 #ifndef KERNELS_NORM_NORM_PLAIN_CUH_
 #define KERNELS_NORM_NORM_PLAIN_CUH_
 

@@ -6,7 +6,7 @@
 // rows of one or two vectors per lane. kAny: both norms and parameters of any type
 // (NormSpecialization::kBoth); else the norm that kLayer names.
 //
-// Floor: as norm_forward.
+// Lower bound: as norm_forward.
 #ifndef KERNELS_NORM_NORM_SHORT_CUH_
 #define KERNELS_NORM_NORM_SHORT_CUH_
 

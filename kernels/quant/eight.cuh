@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight neighbouring values of a row in their memory format: one or two 16-byte loads.
+// Eight consecutive values of a row in their memory format: one or two 16-byte loads.
 #ifndef KERNELS_QUANT_EIGHT_CUH_
 #define KERNELS_QUANT_EIGHT_CUH_
 

@@ -7,8 +7,8 @@
 // A block has a tile of 128x128 values in registers: a thread 8 rows by 8 columns of it, so that
 // its part of a column is 8 bytes of the transpose. The maximum of 128 values of a row is in 16
 // lanes; that of a column in two lanes of each of the 8 warps, and goes through shared memory, as
-// the transposed values do: in units of 8 bytes, whose place in a row of 128 bytes is exchanged by
-// the column (exclusive or), so that neither stores nor 16-byte loads meet a bank twice.
+// the transposed values do: in units of 8 bytes, swizzled within a row of 128 bytes (exclusive or
+// with the column), so that neither stores nor 16-byte loads have bank conflicts.
 //
 // Values beyond the last row are zeros. The arithmetic is fp8_quantize's, bit for bit.
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// topk_softmax with experts that a table has for each token, as in the first layers of DeepSeek-V4;
-// alone and, for few tokens, with the alignment.
+// topk_softmax with a table of experts per token, as in the first layers of DeepSeek-V4; alone and,
+// for few tokens, with the alignment.
 //
 // One warp per row: lane l < k reads the token's l-th expert and that expert's score, and the
 // weights follow by the operations of topk_route, to the same bits. The softmax over the row reads

@@ -3,8 +3,8 @@
 //
 // One warp per row selects as in topk_softmax_by_rounds and writes weights and indices. The indices
 // of a block's rows stay in its shared memory, and the cluster's blocks sort them as in
-// moe_align_small. Up to 8 blocks of 16 rows. The floor is the latency of the two chains, without
-// the second launch and without the indices' path through global memory.
+// moe_align_small. Up to 8 blocks of 16 rows. The lower bound is the latency of both steps, without
+// the second launch and without the indices' way through global memory.
 #include <cstdint>
 
 #include "kernels/routing/moe_align.cuh"
