@@ -36,7 +36,7 @@ Status lay_out_rows(const Argument& argument, int64_t bytes, const char** data, 
   if (reinterpret_cast<uintptr_t>(*data) % bytes != 0 || *stride % bytes != 0 ||
       matrix.columns * each % bytes != 0) {
     return Status::Unimplemented(std::string(argument.op) + ": rows of `" + argument.name +
-                                 "` must lie on " + std::to_string(bytes) + " bytes");
+                                 "` must be aligned to " + std::to_string(bytes) + " bytes");
   }
   return Status();
 }
@@ -221,7 +221,7 @@ Status prepare_update(const ConvUpdateCall& call, ConvArgs* args, ConvPlan* plan
        slot % kConvChannels != 0 ||
        reinterpret_cast<uintptr_t>(states.view.data) % (kConvChannels * bytes))) {
     return Status::Unimplemented(std::string(kOp) +
-                                 ": each of `states` must be contiguous and lie on " +
+                                 ": each of `states` must be contiguous and aligned to " +
                                  std::to_string(kConvChannels * bytes) + " bytes");
   }
   args->states = static_cast<char*>(states.view.data);

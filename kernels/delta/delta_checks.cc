@@ -25,7 +25,7 @@ Status lay_out_heads(const Argument& argument, const Argument& q, DeltaHeads* he
   for (int i = 0; i < 3; ++i) fits = fits && stride(i) % kAligned == 0;
   fits = fits && reinterpret_cast<uintptr_t>(view.data) % kAligned == 0;
   if (fits) return Status();
-  return Status::Unimplemented(mismatch(argument, "have contiguous heads that lie on 16 bytes",
+  return Status::Unimplemented(mismatch(argument, "have contiguous heads aligned to 16 bytes",
                                         "strides " + shape_text(view.strides, view.ndim)));
 }
 

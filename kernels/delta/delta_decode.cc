@@ -32,7 +32,7 @@ Status lay_out_states(const DeltaDecodeCall& call, const DeltaSizes& sizes, cons
       (sizes.v_heads > 1 && strides[1] != sizes.key_size * sizes.value_size) ||
       slot * bytes % 16 != 0 || reinterpret_cast<uintptr_t>(view.data) % 16 != 0) {
     return Status::Unimplemented(std::string(kOp) +
-                                 ": each of `states` must be contiguous and lie on 16 bytes");
+                                 ": each of `states` must be contiguous and aligned to 16 bytes");
   }
   args->states = static_cast<char*>(view.data);
   args->slots = view.shape[0];

@@ -24,7 +24,7 @@ Status lay_out(const Argument& argument, RowMatrix* matrix) {
   TIERCEL_RETURN_IF_ERROR(join_rows(argument, matrix));
   if (matrix->row_stride * 2 % kAligned == 0 && aligned(argument.view)) return Status();
   return Status::Unimplemented(
-      mismatch(argument, "have rows that begin on 16 bytes",
+      mismatch(argument, "have rows aligned to 16 bytes",
                "strides " + shape_text(argument.view.strides, argument.view.ndim)));
 }
 
@@ -58,7 +58,8 @@ Status prepare(const GatedNormCall& call, GatedNormArgs* args, GatedNormPlan* pl
   TIERCEL_RETURN_IF_ERROR(lay_out(x, &of_x));
   TIERCEL_RETURN_IF_ERROR(lay_out(gate, &of_gate));
   if (!aligned(*call.weight) || !aligned(*call.out)) {
-    return Status::Unimplemented(std::string(kOp) + ": `weight` and `out` must lie on 16 bytes");
+    return Status::Unimplemented(std::string(kOp) +
+                                 ": `weight` and `out` must be aligned to 16 bytes");
   }
   if (of_x.rows == 0 || columns == 0) return Status();
   args->x = static_cast<const char*>(call.x->data);

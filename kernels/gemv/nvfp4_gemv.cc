@@ -71,7 +71,7 @@ Status check_permuted(const Argument& argument, int64_t rows, int64_t groups, in
   }
   if (reinterpret_cast<uintptr_t>(view.data) % 16 == 0) return Status();
   return Status::Unimplemented(
-      mismatch(argument, "begin at a multiple of 16 bytes", "an address that is off it"));
+      mismatch(argument, "begin at a multiple of 16 bytes", "an address that is not"));
 }
 
 Status check(const Nvfp4GemvCall& call) {

@@ -177,7 +177,7 @@ Status check_supported(const MlaDecodeCall& call, const Rows& rows) {
   if (pages < 1) return unsupported(cache, "have at least one page", "none");
   const bool same = layout_of(*call.kv_cache) == MlaLayout::kSame;
   if (same && !rows.whole) {
-    return unsupported(cache, "have pages that are whole rows apart",
+    return unsupported(cache, "have a page stride that is a multiple of the row stride",
                        "strides " + shape_text(cache.view.strides, 3));
   }
   if (same && rows.shape[0] >= kMost) {

@@ -119,7 +119,7 @@ int log2_of(int value) {
 Status no_kernel(const char* op, int columns, bool aligned16) {
   return Status::Unimplemented(std::string(op) + ": no kernel for rows of " +
                                std::to_string(columns) + " columns" +
-                               (aligned16 ? "" : " that do not begin and end on 16 bytes"));
+                               (aligned16 ? "" : " that are not aligned to 16 bytes"));
 }
 
 Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* args,

@@ -24,7 +24,7 @@ Status check_aligned(const Argument& argument, int bytes) {
   if (reinterpret_cast<uintptr_t>(argument.view.data) % bytes == 0) return Status();
   return Status::Unimplemented(
       mismatch(argument, "begin at a multiple of " + std::to_string(bytes) + " bytes",
-               "an address that is off it"));
+               "an address that is not"));
 }
 
 bool is_flat(const TensorView& rows) {

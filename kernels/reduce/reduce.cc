@@ -64,8 +64,8 @@ Status describe(const TensorView& x, int64_t dim, ReduceArgs* args) {
     }
     if (kept == 2) {
       return Status::Unimplemented(std::string(kOp) +
-                                   ": what is left of `x` lies in memory as more than two "
-                                   "dimensions, got strides " +
+                                   ": `x` without `dim` must merge to at most two dimensions, got "
+                                   "strides " +
                                    shape_text(x.strides, x.ndim) + " for shape " +
                                    shape_text(x.shape, x.ndim));
     }

@@ -162,7 +162,7 @@ def test_pages_of_any_stride(make):
             {"seqused_k": far(3, strides=(2**29,), dtype="int32")},
         ),
         (
-            "`k_cache` must have pages that are whole rows apart",
+            "`k_cache` must have a page stride that is a multiple of the row stride",
             {"k_cache": far(50, 16, 2, 64, strides=(2056, 128, 64, 1))},
         ),
         (
@@ -170,7 +170,7 @@ def test_pages_of_any_stride(make):
             {"k_cache": far(2**27, 16, 2, 64, strides=(2048, 128, 64, 1)), "cache": (2**27, 16)},
         ),
         (
-            "`v_cache` must have pages as many rows apart as `k_cache`",
+            "`v_cache` must have the page stride of `k_cache`",
             {"v_cache": far(50, 16, 2, 64, strides=(4096, 128, 64, 1))},
         ),
         (
@@ -178,11 +178,11 @@ def test_pages_of_any_stride(make):
             {"v_cache": far(50, 16, 2, 64, strides=(16 * 132, 132, 64, 1))},
         ),
         (
-            "`k_cache` must have places less than 2 GiB apart and heads less than 16 GiB apart",
+            "`k_cache` must have a row stride below 2 GiB and a head stride below 16 GiB",
             {"k_cache": far(50, 16, 2, 64, strides=(2**34, 2**30, 64, 1))},
         ),
         (
-            "`v_cache` must have places less than 2 GiB apart and heads less than 16 GiB apart",
+            "`v_cache` must have a row stride below 2 GiB and a head stride below 16 GiB",
             {"v_cache": far(50, 16, 2, 64, strides=(1024, 64, 2**33, 1))},
         ),
         (

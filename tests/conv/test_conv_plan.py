@@ -88,7 +88,7 @@ def test_nothing_to_do():
 
 def test_layouts_that_the_kernels_do_not_take(make):
     for channels, dtype, size in ((2, "bfloat16", 8), (6, "float16", 8), (5, "float32", 16)):
-        with pytest.raises(NotImplementedError, match=f"rows of `x` must lie on {size} bytes"):
+        with pytest.raises(NotImplementedError, match=f"`x` must be aligned to {size} bytes"):
             plan(make, 2, 5, channels, dtype=dtype)
     with pytest.raises(NotImplementedError, match="too many rows for one launch"):
         plan(make, 2**26, 2**10, 2**20)

@@ -84,7 +84,7 @@ def test_dimensions_that_lie_side_by_side_are_one(make):
     with pytest.raises(NotImplementedError) as info:
         plan(make, 4, 4, 4, 4, strides=(1000, 100, 10, 1))
     assert str(info.value) == (
-        "reduce: what is left of `x` lies in memory as more than two dimensions, got strides "
+        "reduce: `x` without `dim` must merge to at most two dimensions, got strides "
         "[1000, 100, 10, 1] for shape [4, 4, 4, 4]"
     )
 

@@ -58,7 +58,7 @@ Status check_layout(const Argument& argument) {
   }
   if (fits && (view.shape[3] == 1 || view.strides[3] == 1)) return Status();
   return Status::Unimplemented(
-      mismatch(argument, "have rows of whole 16 bytes that start at multiples of 16 bytes",
+      mismatch(argument, "have rows and strides that are multiples of 16 bytes",
                "shape " + shape_text(view.shape, 4) + ", strides " + shape_text(view.strides, 4)));
 }
 

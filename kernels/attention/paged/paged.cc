@@ -53,7 +53,7 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
   const TensorView& view = cache.argument.view;
   const char* name = cache.argument.name;
   if (!cache.whole) {
-    return unsupported(cache.argument, "have pages that are whole rows apart",
+    return unsupported(cache.argument, "have a page stride that is a multiple of the row stride",
                        "strides " + shape_text(view.strides, 4));
   }
   if (cache.shape[0] >= kMostStep) {
@@ -63,7 +63,7 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
   const int64_t bytes = dtype_bytes(view.dtype);
   if (cache.strides[0] > kMostStep / bytes || cache.strides[1] / kVector > kMostStep / bytes) {
     return unsupported(cache.argument,
-                       "have places less than 2 GiB apart and heads less than 16 GiB apart",
+                       "have a row stride below 2 GiB and a head stride below 16 GiB",
                        "strides " + shape_text(view.strides, 4));
   }
   return check_tensor_map(any, cache.rows, kOp, name);
@@ -135,7 +135,7 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   TIERCEL_RETURN_IF_ERROR(check_cache(k, any));
   TIERCEL_RETURN_IF_ERROR(check_cache(v, any));
   if (k.page_rows != v.page_rows) {
-    return unsupported(v.argument, "have pages as many rows apart as `k_cache`",
+    return unsupported(v.argument, "have the page stride of `k_cache`",
                        "strides " + shape_text(v.argument.view.strides, 4));
   }
   if (call.tree != nullptr) {
