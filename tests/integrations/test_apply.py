@@ -2,10 +2,10 @@
 """`apply`: what it replaces, by what a module computes; what it leaves; and `undo`."""
 
 import copy
+import functools
 import pickle
 import types
 import weakref
-from functools import partial, update_wrapper
 
 import pytest
 import torch
@@ -293,7 +293,7 @@ class TestActivationsOfTraining:
         mlp, x = GatedMLP(usual), torch.randn(3, 16)
         right = self.gradients(mlp, x)
         door.apply(mlp)
-        function = partial(checkpoint, mlp, use_reentrant=reentrant)
+        function = functools.partial(checkpoint, mlp, use_reentrant=reentrant)
         x = x.clone().requires_grad_()
         function(x).square().sum().backward()
         assert len(made) == 2  # the forward twice
@@ -360,7 +360,7 @@ class TestActivationsOfTraining:
         mlp.gate_proj.forward = types.MethodType(linear_forward, mlp.gate_proj)
         door.apply(mlp)
         own = mlp.gate_proj.forward
-        mlp.gate_proj.forward = update_wrapper(lambda x: 0 * own(x), own)
+        mlp.gate_proj.forward = functools.update_wrapper(lambda x: 0 * own(x), own)
         torch.testing.assert_close(mlp(x), mlp.down_proj.bias.expand(3, -1))
 
     def test_under_autocast(self):
@@ -427,6 +427,47 @@ def test_routers(name):
         assert "forward" in vars(router)
         for found, expected in zip(results(router), due, strict=True):
             assert distance(found, expected) < 0.01
+
+
+def renames(function):
+    """Like the decorator that transformers has on forwards for an argument's old name."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        if "old_mask" in kwargs:
+            kwargs["attention_mask"] = kwargs.pop("old_mask")
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def doubles(function):
+    """A decorator that does not hold the function itself."""
+    functions = [function]
+    return functools.wraps(function)(lambda *args, **kwargs: functions[0](*args, **kwargs))
+
+
+@pytest.mark.parametrize(("decorator", "replaced"), [(renames, True), (doubles, False)])
+def test_rotary_embedding_behind_a_decorator(decorator, replaced, monkeypatch):
+    model = make("Llama", torch.float32)
+    attention = model.model.layers[0].self_attn
+    kind = type(attention)
+    monkeypatch.setattr(kind, "forward", decorator(kind.forward))
+    x = torch.randn(2, 5, model.config.hidden_size)
+    at = model.model.rotary_emb(x, torch.arange(5)[None])
+    mask = torch.full((5, 5), -1e9).triu(1)
+    name = "old_mask" if replaced else "attention_mask"
+    right, _ = attention(x, position_embeddings=at, **{name: mask})
+    report = door.apply(model)
+    attention.config._attn_implementation = "eager"
+    assert len(report.replaced.get("rotary_embedding", ())) == (2 if replaced else 0)
+    if not replaced:
+        assert "decorated in another way" in report.kept["model.layers.0.self_attn"]
+    calls, op = [], tiercel.rotary_embedding
+    monkeypatch.setattr(tiercel, "rotary_embedding", lambda *a, **k: calls.append(1) or op(*a, **k))
+    found, _ = attention(x, position_embeddings=at, **{name: mask})
+    assert len(calls) == replaced
+    torch.testing.assert_close(found, right)
 
 
 class LinearOfItsOwn(nn.Linear):

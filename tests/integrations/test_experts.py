@@ -91,6 +91,18 @@ def test_others_run_on_grouped_mm(name, dtype, changes, why):
         assert torch.equal(found, logits(usual))
 
 
+def test_experts_with_a_norm_of_their_results(monkeypatch):
+    """transformers 5.24 has such (Muse Spark): its own implementations call the norm."""
+    model = make("Qwen3Moe")
+    experts = model.model.layers[0].mlp.experts
+    monkeypatch.setattr(experts, "has_post_expert_norm", True, raising=False)
+    monkeypatch.setattr(experts, "post_expert_norm", torch.nn.RMSNorm(64), raising=False)
+    why = "experts with a norm of their results"
+    assert door.apply(model).kept["model.layers.0.mlp.experts"] == why
+    with torch.no_grad(), pytest.warns(tiercel.FallbackWarning, match=why):
+        logits(model)
+
+
 def test_apply_and_undo():
     model = make("Qwen3Moe")
     before = model.config._experts_implementation

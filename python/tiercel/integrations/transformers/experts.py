@@ -57,6 +57,8 @@ def why_not(module: nn.Module) -> str | None:
         return "experts without a gate"
     if module.has_bias:
         return "experts with biases"
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.24 and newer
+        return "experts with a norm of their results"
     if module.is_transposed or not module.is_concatenated:
         return "experts whose weights are transposed or interleaved"
     if type(module)._apply_gate is not _default_apply_gate:  # type: ignore[attr-defined]

@@ -25,7 +25,8 @@ Turn = Callable[..., tuple[Tensor, Tensor]]
 def rotary_forward(module: nn.Module) -> Callable[..., Any] | str | None:
     """The module's forward with `tiercel.rotary_embedding`, or why not, or None without any."""
     forward = type(module).forward
-    if not isinstance(forward, types.FunctionType) or _NAME not in forward.__code__.co_names:
+    inner = inspect.unwrap(forward)
+    if not isinstance(inner, types.FunctionType) or _NAME not in inner.__code__.co_names:
         return None
     if "forward" in vars(module):
         return "its forward is replaced already"
@@ -34,17 +35,41 @@ def rotary_forward(module: nn.Module) -> Callable[..., Any] | str | None:
 
 @functools.cache
 def _copy(forward: types.FunctionType) -> Callable[..., Any] | str:
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is not None:  # a decorator, such as one that renames arguments
+        return _decorated(forward, inner)
     theirs = forward.__globals__.get(_NAME)
     if theirs is None or (found := _form(theirs)) is None:
         return f"its {_NAME} turns other pairs"
     # Without `__name__`, torch.compile looks names up in these globals, not in the file's.
     names = {key: value for key, value in forward.__globals__.items() if key != "__name__"}
     names[_NAME] = _turn_like(theirs, *found)
-    copy = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    return _function_like(forward, names, forward.__closure__)
+
+
+def _decorated(outer: types.FunctionType, inner: types.FunctionType) -> Callable[..., Any] | str:
+    """The decorator's function around a copy of the decorated one."""
+    copy = _copy(inner)
+    if isinstance(copy, str):
+        return copy
+    cells: list[types.CellType] = list(getattr(outer, "__closure__", None) or ())
+    places = [i for i, cell in enumerate(cells) if cell == types.CellType(inner)]
+    if len(places) != 1:
+        return "its forward is decorated in another way"
+    cells[places[0]] = types.CellType(copy)
+    made = _function_like(outer, outer.__globals__, tuple(cells))
+    made.__wrapped__ = copy  # type: ignore[attr-defined]
+    return made
+
+
+def _function_like(
+    function: types.FunctionType, names: dict[str, Any], cells: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    made = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, cells
     )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _form(theirs: Turn) -> tuple[bool, bool, bool] | None:
