@@ -64,7 +64,7 @@ def nvfp4_gemv(
             ``[32, 4, ceil(m / 128), 4, ceil(k / 64), l]`` with strides
             ``[16, 4, 512 ceil(k / 64), 1, 512, ...]``: atoms of 128 rows by 4 groups, in 512 bytes;
             used by the kernel. :func:`tiercel.ref.gemv.permute_scales` makes it.
-        scale_b_permuted: The same of ``scale_b``, ``[32, 4, 1, 4, ceil(k / 64), l]``.
+        scale_b_permuted: The same for ``scale_b``, ``[32, 4, 1, 4, ceil(k / 64), l]``.
         c: ``[m, 1, l]`` float16, any strides: written, and returned.
         backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 

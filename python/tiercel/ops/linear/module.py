@@ -53,7 +53,7 @@ class Float8Linear(torch.nn.Linear):
     float32. The precompiled kernels take sizes that are multiples of 16.
 
     Args:
-        in_features, out_features, bias, device, dtype: As of torch.nn.Linear.
+        in_features, out_features, bias, device, dtype: As for torch.nn.Linear.
         add_to_grad: Whether the backward adds to ``weight.grad`` directly if that is a float32
             tensor. It must not be replaced between a forward and its backward.
         backend: ``"sm90"``, ``"ref"`` or None for what applies.
