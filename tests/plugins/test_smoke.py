@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 from support.in_process import tiercel
 
 from tiercel.plugins.contracts import CONTRACTS
