@@ -2,7 +2,6 @@
 """Decoder layers in training: additions in the norms' kernels."""
 
 import copy
-import types
 
 import pytest
 import torch
@@ -118,7 +117,8 @@ def test_layers_that_compute_something_else(kind):
 def test_a_layer_with_a_forward_of_its_own():
     model = make("Llama")
     layer = model.model.layers[1]
-    layer.forward = types.MethodType(type(layer).forward, layer)
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
     report = door.apply(model)
     assert report.replaced["decoder layer"] == ["model.layers.0"]
     assert report.kept["model.layers.1"] == "LlamaDecoderLayer: its forward is replaced already"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import tiercel
+from tiercel.integrations.transformers.forwards import is_replaced
 
 # With fewer rows a pass takes less time than the host does for this.
 _LEAST_ROWS = 4096
@@ -32,7 +33,7 @@ def layer_forward(module: nn.Module) -> Callable[..., Any] | str | None:
     """The forward of such a layer, or None."""
     if set(dict(module.named_children())) != _CHILDREN or not _computes_it(module):
         return None
-    if "forward" in vars(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     return _forward
 
