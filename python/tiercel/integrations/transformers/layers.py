@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiercel
 from tiercel.integrations.transformers.forwards import is_replaced
@@ -25,6 +26,8 @@ _LEAST_ROWS = 4096
 _DTYPES = (torch.bfloat16, torch.float16)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _CHILDREN = {*_NORMS, "self_attn", "mlp"}
+# Since transformers 5.24 the forward of a layer's class checkpoints; before, its `__call__` did.
+_CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 # On a forward of `replace`: the epsilon of a norm that is `rms_norm` of its weight.
 EPSILON = "tiercel_epsilon"
 
@@ -58,6 +61,8 @@ def _epsilons(layer: nn.Module, x: Tensor) -> list[float] | None:
     # In training also without a graph: a checkpoint runs the layer again with one, and a mixture
     # would choose other experts if its rounding were different then.
     if not (torch.is_grad_enabled() or layer.training) or torch.compiler.is_compiling():
+        return None
+    if _CHECKPOINTS_IN_FORWARD and layer.training and getattr(layer, "gradient_checkpointing", 0):
         return None
     if type(x) is not Tensor or x.dtype not in _DTYPES or not x.requires_grad:
         return None
