@@ -111,6 +111,23 @@ assert names and "torch" not in sys.modules
     run_python(NO_TORCH + code)
 
 
+@pytest.mark.parametrize("name", ["kernels", "liger", "torch", "transformers"])
+def test_integrations_without_torch_say_so(run_python, name):
+    result = run_python(f"{NO_TORCH}import tiercel.integrations.{name}", check=False)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "ImportError: tiercel needs PyTorch 2.9 or newer, and none is installed: "
+        "pip install 'tiercel[torch]'"
+    )
+
+
+def test_bench_model_without_torch_says_so(run_python):
+    code = "from tiercel.cli import main; sys.exit(main(['bench', 'model']))"
+    result = run_python(NO_TORCH + code, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("tiercel bench: tiercel needs PyTorch 2.9 or newer, and none")
+
+
 def test_the_compiled_module_imports_without_torch(run_python):
     run_python(NO_TORCH + "from tiercel import _C; _C.driver_info()")
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import pickle
 import types
+import warnings
 import weakref
 
 import pytest
@@ -382,6 +383,34 @@ def test_applied_models_are_pickled():
     x = torch.randn(2, 3, model.config.hidden_size, dtype=model.dtype)
     right = model.model.layers[0].mlp(x)  # rounds less often
     torch.testing.assert_close(twin(x), right, atol=2e-2, rtol=2e-2)
+
+
+def test_a_pickled_model_is_applied_again():
+    model = make("Llama")
+    due = door.apply(model).replaced
+    with torch.no_grad():
+        right = model(tokens()).logits
+        twin = pickle.loads(pickle.dumps(model))
+        report = door.apply(twin)
+        assert report.replaced == {op: names for op, names in due.items() if op != "attention"}
+        assert not report.kept
+        assert torch.equal(twin(tokens()).logits, right)
+    report.undo()
+    assert not any("forward" in vars(module) for module in twin.modules())
+
+
+def test_a_model_that_has_our_attention_already(monkeypatch):
+    """What apply knows of position ids holds for it, too."""
+    model = make("Llama", attention="tiercel")
+    report = door.apply(model)
+    assert "attention" not in report.replaced and not report.kept
+    torch._dynamo.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "attn_implementation", tiercel.FallbackWarning)
+        torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
+    report.undo()
+    assert model.config._attn_implementation == "tiercel"
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize(

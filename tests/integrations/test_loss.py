@@ -2,6 +2,7 @@
 """The loss of causal language models: the model's own value and gradients, and no logits."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -46,6 +47,37 @@ def test_value_and_gradients_are_the_models(name):
         undo()
         assert not any("forward" in vars(m) for m in model.modules())
         assert torch.equal(gradients(model, **options)[0], due)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_threads_train_and_evaluate_one_model(name, tied):
+    """Within a training step another thread runs the model: each gets its own results."""
+    model = make(name, torch.bfloat16, tie_word_embeddings=tied).train()
+    with torch.no_grad():
+        logits = model(tokens(), use_cache=False).logits
+    due = gradients(model)
+    door.apply(model)
+    alone = gradients(model)
+    found = {}
+
+    def others():
+        with torch.no_grad():
+            found["logits"] = model(tokens(), use_cache=False).logits
+        found["step"] = gradients(model)
+
+    def interrupt(*_):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=others)
+            thread.start()
+            thread.join()
+
+    model.model.layers[0].register_forward_hook(interrupt)
+    for loss, grads in (gradients(model), found["step"]):
+        assert torch.equal(loss, alone[0])
+        torch.testing.assert_close(grads, alone[1], rtol=0, atol=0)
+        torch.testing.assert_close(loss, due[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found["logits"], logits, rtol=5e-2, atol=0.2)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

@@ -348,6 +348,47 @@ def test_autocast():
     assert out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_to_a_model_that_works_on_it_a_mask_is_a_tensor(length):
+    given = {"inputs_embeds": torch.empty(B, length, 8), "attention_mask": None}
+    given["past_key_values"] = None
+    mask = CAUSAL(config=settings("tiercel"), **given)
+    right = torch.ones(B, 1, length, length, dtype=torch.bool).tril()
+    assert isinstance(mask, Mask)
+    assert mask.dtype == torch.bool and mask.shape == right.shape and mask.device == right.device
+    scores = torch.randn(B, H, length, length)
+    hidden = torch.tensor(-1.0)
+    for found, due in (
+        (mask[:, :, :, :3], right[:, :, :, :3]),
+        (mask.to(torch.float32), right.float()),
+        (mask.logical_not(), ~right),
+        (scores.masked_fill(mask, 0.0), scores.masked_fill(right, 0.0)),
+        (torch.where(mask, scores, other=hidden), torch.where(right, scores, hidden)),
+    ):
+        assert torch.equal(found, due)
+    with pytest.raises(AttributeError, match="'Mask' object has no attribute '_missing'"):
+        mask._missing  # noqa: B018
+    assert isinstance(mask.to("cpu", torch.bool), Mask)
+
+
+def test_a_model_whose_attention_changes_the_mask():
+    """Doge's attention makes a mask of all scores of the one that it gets."""
+    settings = transformers.DogeConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, attn_implementation="eager",
+        keep_window_size=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.DogeForCausalLM(settings).eval().bfloat16()
+    ids = torch.randint(3, 96, (2, 9))
+    with torch.no_grad():
+        right = model(ids).logits
+        model.set_attn_implementation("tiercel")
+        with pytest.warns(tiercel.FallbackWarning, match="a mask of all scores"):
+            found = model(ids).logits
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+
+
 def test_a_mask_moves_to_other_devices():
     given = {"inputs_embeds": torch.empty(B, 1, 8), "past_key_values": None}
     mask = CAUSAL(config=settings("tiercel"), attention_mask=None, **given)

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 from support.in_process import tiercel
 
 from tiercel.plugins.contracts import CONTRACTS
@@ -287,6 +288,7 @@ def test_what_cannot_be_run(tmp_path):
         (["--op", "nope"], f"no operator 'nope' takes backends; these do: {', '.join(CONTRACTS)}"),
         (["--path", "nope.py"], "there is no file or folder nope.py"),
         (["--timeout", "0"], "must be positive"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "PyTorch sees no GPU")]),
     ]:
         result = smoke(*arguments, cwd=tmp_path)
         assert result.returncode == 2 and message in result.stderr

@@ -78,6 +78,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.action != "model":
         return command.main(getattr(command, args.action), args)
-    from tiercel.workbench.models import command as models
+    return command.main(_model, args)
 
-    return command.main(models.model, args)
+
+def _model(args: argparse.Namespace) -> int:
+    from tiercel.workbench.bench import environment
+
+    environment.check_torch()
+    from tiercel.workbench.models.command import model
+
+    return model(args)

@@ -61,6 +61,8 @@ def _smoke(args: argparse.Namespace) -> int:
         print(_cases(targets))
         return 0
     device = args.device or _device()
+    if device != _device() == "cpu":
+        raise ValueError("--device cuda: PyTorch sees no GPU here; tiercel doctor says why")
     results = run_.run(targets, device, args.timeout, _tell)
     print(table.as_text(results))
     details = table.details(results, args.verbose)

@@ -2,6 +2,10 @@
 """Hugging Face transformers: importing this makes ``attn_implementation="tiercel"`` and
 ``experts_implementation="tiercel"`` known to it; `apply` replaces more of a loaded model."""
 
+from tiercel.integrations.transformers import _needs_transformers as _needs_transformers
+
+# isort: split
+
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 

@@ -8,25 +8,35 @@ that the output layer's gradient arrives first, and the tokens' rows are added t
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from tiercel.integrations.transformers.forwards import is_replaced
 from tiercel.ops._gradient import grad_dtype
 from tiercel.ops.loss.linear import add_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# Where an embedding leaves its table for the output layer, while a model's forward runs.
-_LENT = "_tiercel_lent_table"
+
+
+class _Lent(threading.local):
+    """While this thread runs a model's forward: the embedding, the output layer, and in a list the
+    table that the one leaves for the other."""
+
+    loan: tuple[Any, Any, list[Tensor]] | None = None
+
+
+_lent = _Lent()
 
 
 def why_not_embedding(module: nn.Module) -> str | None:
     """Why a module is no embedding for `embedding_forward`; empty if it does not look like one."""
     if type(module) is not nn.Embedding:  # subclasses compute something else of the rows
         return ""
-    if "forward" in vars(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     if type(module.weight) is not nn.Parameter:
         return "its weight is no plain parameter"
@@ -41,9 +51,9 @@ def embedding_forward(self: nn.Module, ids: Tensor) -> Tensor:
     if not _trains(ids, weight):
         return type(self).forward(self, ids)  # type: ignore[no-any-return]
     rows, table = _Rows.apply(ids, weight, self.padding_idx)
-    lent = vars(self).get(_LENT)
-    if lent is not None and not lent:
-        lent.append(table)
+    loan = _lent.loan
+    if loan is not None and loan[0] is self and not loan[2]:
+        loan[2].append(table)
     return rows  # type: ignore[no-any-return]
 
 
@@ -51,30 +61,31 @@ def embedding_forward(self: nn.Module, ids: Tensor) -> Tensor:
 embedding_forward.__name__ = "forward"
 
 
-def lend(model: Any, head: Any) -> tuple[nn.Module, ...]:
+def lend(model: Any, head: Any) -> Any:
     """Makes `lent_table` of the output layer what the embedding looks rows up in, where they share
-    a weight, until `take_back` of the modules that this returns."""
+    a weight, until `take_back` of what this returns."""
+    before, _lent.loan = _lent.loan, None
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # a model need not have one
-        return ()
+        return before
     forward = getattr(vars(embedding).get("forward"), "__func__", None)
     if forward is not embedding_forward or embedding.weight is not head.weight:
-        return ()
+        return before
     if grad_dtype(head.weight) is not None:  # it is a leaf's
-        return ()
-    vars(embedding)[_LENT] = vars(head)[_LENT] = []
-    return embedding, head
+        return before
+    _lent.loan = embedding, head, []
+    return before
 
 
-def take_back(modules: tuple[nn.Module, ...]) -> None:
-    for module in modules:
-        vars(module).pop(_LENT, None)
+def take_back(before: Any) -> None:
+    _lent.loan = before
 
 
 def lent_table(head: nn.Module, weight: Tensor) -> Tensor:
     """The embedding's table where it is this weight, else the weight."""
-    for table in vars(head).get(_LENT, ()):
+    loan = _lent.loan
+    for table in loan[2] if loan is not None and loan[1] is head else ():
         if table.shape == weight.shape and table.data_ptr() == weight.data_ptr():
             return table  # type: ignore[no-any-return]
     return weight

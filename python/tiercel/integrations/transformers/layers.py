@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiercel
+from tiercel.integrations.transformers.forwards import is_replaced
 
 # With fewer rows a pass takes less time than the host does for this.
 _LEAST_ROWS = 4096
 _DTYPES = (torch.bfloat16, torch.float16)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _CHILDREN = {*_NORMS, "self_attn", "mlp"}
+# Since transformers 5.24 the forward of a layer's class checkpoints; before, its `__call__` did.
+_CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 # On a forward of `replace`: the epsilon of a norm that is `rms_norm` of its weight.
 EPSILON = "tiercel_epsilon"
 
@@ -32,7 +36,7 @@ def layer_forward(module: nn.Module) -> Callable[..., Any] | str | None:
     """The forward of such a layer, or None."""
     if set(dict(module.named_children())) != _CHILDREN or not _computes_it(module):
         return None
-    if "forward" in vars(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     return _forward
 
@@ -57,6 +61,8 @@ def _epsilons(layer: nn.Module, x: Tensor) -> list[float] | None:
     # In training also without a graph: a checkpoint runs the layer again with one, and a mixture
     # would choose other experts if its rounding were different then.
     if not (torch.is_grad_enabled() or layer.training) or torch.compiler.is_compiling():
+        return None
+    if _CHECKPOINTS_IN_FORWARD and layer.training and getattr(layer, "gradient_checkpointing", 0):
         return None
     if type(x) is not Tensor or x.dtype not in _DTYPES or not x.requires_grad:
         return None

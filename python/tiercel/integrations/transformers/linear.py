@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tiercel
 from tiercel.core import invariance
+from tiercel.integrations.transformers.forwards import is_replaced
 from tiercel.integrations.transformers.projections import trained_linear
 
 _FEW_ROWS = 64  # up to which reading the weight is all that a linear layer costs
@@ -26,8 +27,8 @@ def why_not_linear(module: nn.Module) -> str | None:
     """Why a module is no linear layer for `linear_forward`; empty if it does not look like one."""
     if type(module) is not nn.Linear:  # subclasses have weights of their own kind
         return ""
-    if forward := vars(module).get("forward"):
-        ours = getattr(forward, "__module__", "").startswith("tiercel.")
+    if is_replaced(module):
+        ours = getattr(module.forward, "__module__", "").startswith("tiercel.")
         return "" if ours else "its forward is replaced already"
     if type(module.weight) is not nn.Parameter:
         return "its weight is no plain parameter"

@@ -4,6 +4,7 @@
 The model's own forward runs. Its output layer returns the rows that it would multiply, and the loss
 function, which gets them as logits, computes their loss with the layer's weight. Scaled logits
 become scaled rows; a softcap is removed from the configuration meanwhile and passed to the loss.
+State is per thread: one thread may train a model while another one evaluates it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +25,22 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 import tiercel
 from tiercel.integrations.transformers.embedding import lend, lent_table, take_back
+from tiercel.integrations.transformers.forwards import is_replaced
 from tiercel.integrations.transformers.linear import linear_forward
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SOFTCAP = "final_logit_softcapping"
-# The output layer has a tuple of the softcap here while it hands on its rows, else an empty one.
-_ACTIVE = "_tiercel_loss_of_rows"
+
+
+class _Running(threading.local):
+    """This thread's forward in training: the output layer, which hands on its rows, and the
+    softcap."""
+
+    head: nn.Module | None = None
+    cap: float | None = None
+
+
+_running = _Running()
 
 
 def use_linear_loss(model: PreTrainedModel) -> Callable[[], None] | str:
@@ -40,9 +52,9 @@ def use_linear_loss(model: PreTrainedModel) -> Callable[[], None] | str:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its output layer is {type(head).__name__}, no Linear"
-    if "forward" in vars(model) or "forward" in vars(head):
+    if is_replaced(model) or is_replaced(head):
         return "its forward is replaced already"
-    if hasattr(model, "_loss_function") or model.loss_function is not ForCausalLMLoss:
+    if model.loss_function is not ForCausalLMLoss:
         return "its loss is not that of a causal language model"
     place = next((name for name, module in model._modules.items() if module is head), None)
     if place is None or not _agrees(model, place):
@@ -66,15 +78,9 @@ def _install(model: PreTrainedModel, place: str) -> Callable[[], None]:
     model.forward = types.MethodType(forward, model)
     model.loss_function = types.MethodType(loss_function, model)
     head.forward = types.MethodType(_head_forward, head)
-    setattr(head, _ACTIVE, ())
 
     def undo() -> None:
-        for module, name in (
-            (model, "forward"),
-            (model, "_loss_function"),
-            (head, "forward"),
-            (head, _ACTIVE),
-        ):
+        for module, name in ((model, "forward"), (model, "_loss_function"), (head, "forward")):
             vars(module).pop(name, None)
 
     return undo
@@ -87,7 +93,7 @@ def _head_forward(
 ) -> Tensor:
     if loss is not None:
         return loss(x, self.weight, self.bias)
-    return x if getattr(self, _ACTIVE) else linear_forward(self, x)
+    return x if _running.head is self else linear_forward(self, x)
 
 
 # A bound method is pickled by the name of its function: as the module's own forward.
@@ -101,19 +107,31 @@ def _forward(self: PreTrainedModel, head: Any, given: dict[str, Any]) -> Any:
         return own(self, **given)
     as_tuple = given.pop("return_dict", None) is False
     cap = getattr(self.config, _SOFTCAP, None)
-    setattr(head, _ACTIVE, (cap,))
-    if cap is not None:
+    before = _running.head, _running.cap
+    _running.head, _running.cap = head, cap
+    compiles = torch.compiler.is_compiling()
+    model = self if cap is None or compiles else _without_cap(self)
+    if cap is not None and compiles:
         setattr(self.config, _SOFTCAP, None)
-    lent = () if torch.compiler.is_compiling() else lend(self, head)
+    lent = None if compiles else lend(self, head)
     try:
-        outputs = own(self, **given, return_dict=True)
+        outputs = own(model, **given, return_dict=True)
     finally:
-        take_back(lent)
-        setattr(head, _ACTIVE, ())
-        if cap is not None:
+        if not compiles:
+            take_back(lent)
+        _running.head, _running.cap = before
+        if cap is not None and compiles:
             setattr(self.config, _SOFTCAP, cap)
     outputs = type(outputs)(**{name: v for name, v in outputs.items() if name != "logits"})
     return outputs.to_tuple() if as_tuple else outputs
+
+
+def _without_cap(model: PreTrainedModel) -> PreTrainedModel:
+    """The same modules, with a configuration of its own."""
+    small = copy.copy(model)
+    small.config = copy.copy(model.config)
+    setattr(small.config, _SOFTCAP, None)
+    return small
 
 
 def _loss(
@@ -127,8 +145,7 @@ def _loss(
     **kwargs: Any,
 ) -> Tensor:
     """transformers' loss of causal language models; of rows, where the output layer gave them."""
-    active = getattr(head, _ACTIVE)
-    if not active:
+    if _running.head is not head:
         return ForCausalLMLoss(  # type: ignore[no-any-return]
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -150,7 +167,7 @@ def _loss(
             scale=scale,
             ignore_index=ignore_index,
             reduction="mean" if scale is None else "sum",
-            softcap=active[0],
+            softcap=_running.cap,
         )
 
     # By a call of the layer, whose hooks gather a weight that is sharded.
@@ -187,6 +204,7 @@ def _agrees(model: PreTrainedModel, place: str) -> bool:
         layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
         layers = {model.base_model_prefix: _Body(hidden), place: layer}
         small._modules = {**model._modules, **layers}
+        vars(small).pop("forward", None)  # it would be the model's
         small.training, small.config = True, copy.copy(model.config)
         small.config.vocab_size = small.vocab_size = _CLASSES
         small.config.output_router_logits = False

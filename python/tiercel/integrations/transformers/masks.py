@@ -57,7 +57,11 @@ masking_utils.find_packed_sequence_indices = _look_for_sequences(
 
 @dataclasses.dataclass(eq=False)
 class Mask:
-    """One forward's mask. Without any of the tensors, queries are aligned with the last key."""
+    """One forward's mask. Without any of the tensors, queries are aligned with the last key.
+
+    Some models work on their mask before attention gets it: to them it is the bool tensor
+    ``[B, 1, queries, keys]`` that sdpa's mask would be, and what they make of it is a tensor.
+    """
 
     arguments: dict[str, Any]  # for the mask of all scores
     causal: bool = False
@@ -72,9 +76,38 @@ class Mask:
     kept: dict[Any, Tensor] = dataclasses.field(default_factory=dict)
 
     ndim = 4  # transformers looks at it: this is no mask of padding
+    dtype = torch.bool
 
-    def to(self, *args: Any, **kwargs: Any) -> Mask:
+    @property
+    def shape(self) -> torch.Size:
+        """That of the tensor, without making it."""
+        given = self.arguments
+        names = ("batch_size", "q_length", "kv_length")
+        rows, queries, keys = (given[name] for name in names)
+        return torch.Size((rows, 1, queries, keys))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in type(self).__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def dense(x: Any) -> Any:
+            return x.tensor() if isinstance(x, Mask) else x
+
+        kwargs = {name: dense(x) for name, x in (kwargs or {}).items()}
+        return function(*map(dense, args), **kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> Mask | Tensor:
         """On another device: accelerate moves what a layer is given."""
+        if torch._C._nn._parse_to(*args, **kwargs)[1] not in (None, torch.bool):
+            return self.tensor().to(*args, **kwargs)
         moved = {
             name: value.to(*args, **kwargs)
             for name, value in vars(self).items()
@@ -90,11 +123,13 @@ class Mask:
             self.kept[key] = make()
         return self.kept[key]
 
+    def tensor(self) -> Tensor:
+        """The mask of all scores, bool."""
+        return self.keep("dense", lambda: _dense(self.arguments))
+
     def dense(self, device: torch.device) -> Tensor | None:
         """The mask of all scores, bool; None where sdpa's `is_causal` is to say it."""
-        if not self.arguments:
-            return None
-        return self.keep("dense", lambda: _dense(self.arguments)).to(device)
+        return self.tensor().to(device) if self.arguments else None
 
 
 def _dense(arguments: dict[str, Any]) -> Tensor:

@@ -25,6 +25,7 @@ from tiercel.core import invariance
 from tiercel.integrations.transformers.attention import ONE_SEQUENCE
 from tiercel.integrations.transformers.embedding import embedding_forward, why_not_embedding
 from tiercel.integrations.transformers.experts import is_experts, why_not
+from tiercel.integrations.transformers.forwards import is_replaced
 from tiercel.integrations.transformers.layers import EPSILON, layer_forward
 from tiercel.integrations.transformers.linear import linear_forward, why_not_linear
 from tiercel.integrations.transformers.loss import use_linear_loss
@@ -136,29 +137,34 @@ def _use_attention(model: nn.Module, report: Report) -> None:
         return
     configs = list({id(m.config): m.config for m in _submodels(model)}.values())
     before = [(config, config._attn_implementation) for config in configs]
-    if all(was == "tiercel" for _, was in before):
-        return
-    model.set_attn_implementation("tiercel")
+    is_new = any(was != "tiercel" for _, was in before)
 
     def undo() -> None:
         for config, was in before:
             config._attn_implementation_internal = was
 
-    report._undo.append(undo)
+    if is_new:
+        model.set_attn_implementation("tiercel")
+        report._undo.append(undo)
     for name, submodel in model.named_modules():
         if not isinstance(submodel, PreTrainedModel):
             continue
         if submodel.config._attn_implementation != "tiercel":
             report.kept[name] = f"{type(submodel).__name__}: its attention cannot be set"
-        else:
+            continue
+        if is_new:
             report.replaced.setdefault("attention", []).append(name)
-            if (
-                _takes_position_ids(submodel)
-                and sum(map(_takes_position_ids, _submodels(submodel))) == 1
-            ):
-                say = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
-                forget = submodel.register_forward_hook(_forget_one_sequence, always_call=True)
-                report._undo += [say.remove, forget.remove]
+        _use_one_sequence(submodel, report)
+
+
+def _use_one_sequence(model: PreTrainedModel, report: Report) -> None:
+    """Also of a model that has our attention already, unless it has these hooks, too."""
+    if not _takes_position_ids(model) or sum(map(_takes_position_ids, _submodels(model))) != 1:
+        return
+    if _say_one_sequence not in model._forward_pre_hooks.values():
+        say = model.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
+        forget = model.register_forward_hook(_forget_one_sequence, always_call=True)
+        report._undo += [say.remove, forget.remove]
 
 
 def _use_experts(model: nn.Module, report: Report) -> None:
@@ -166,7 +172,7 @@ def _use_experts(model: nn.Module, report: Report) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     reasons = {
-        name: "its forward is replaced already" if "forward" in vars(m) else why_not(m)
+        name: "its forward is replaced already" if is_replaced(m) else why_not(m)
         for name, m in model.named_modules()
         if is_experts(m)
     }
@@ -362,7 +368,7 @@ def _mlp_forward(activation: Activation, joined: bool) -> Forward:
 
 
 def _not_alone(module: nn.Module) -> str | None:
-    if "forward" in vars(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     parameters = inspect.signature(type(module).forward).parameters.values()
     if sum(p.default is p.empty for p in parameters) != 2 or len(parameters) != 2:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import tiercel
+from tiercel.integrations.transformers.forwards import is_replaced
 
 _NAME = "apply_rotary_pos_emb"
 Turn = Callable[..., tuple[Tensor, Tensor]]
@@ -28,7 +29,7 @@ def rotary_forward(module: nn.Module) -> Callable[..., Any] | str | None:
     inner = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType) or _NAME not in inner.__code__.co_names:
         return None
-    if "forward" in vars(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     return _copy(forward)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tiercel
+from tiercel.integrations.transformers.forwards import is_replaced
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BIAS = "e_score_correction_bias"
@@ -25,7 +26,7 @@ def router_forward(module: nn.Module) -> Callable[..., Results] | str | None:
     """
     if not type(module).__name__.lower().endswith("topkrouter"):
         return None
-    if "forward" in vars(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     weight = dict(module.named_parameters()).get("weight")
     if weight is None or weight.ndim != 2 or not isinstance(getattr(module, "top_k", None), int):

@@ -87,13 +87,18 @@ def _driver() -> str:
         return "unknown"
 
 
-def check_gpu() -> None:
-    """Raises with a sentence where nothing can be measured."""
+def check_torch() -> None:
+    """Raises with a sentence where PyTorch is missing or too old."""
     from tiercel._torch import missing_torch
 
     problem = missing_torch()
     if problem is not None:
         raise BenchError(problem)
+
+
+def check_gpu() -> None:
+    """Raises with a sentence where nothing can be measured."""
+    check_torch()
     import torch
 
     if not torch.cuda.is_available():
