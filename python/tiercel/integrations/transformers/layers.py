@@ -159,14 +159,18 @@ def _with_lines(module: nn.Module) -> tuple[Any, list[_Line]]:
     return small, parts
 
 
+def _names(module: nn.Module) -> list[str]:
+    """Those of the forward's arguments behind the hidden states."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
 def _computes_it(module: nn.Module) -> bool:
     """Runs the forward on small tensors with other parts, in training mode: it computes this, and
     calls attention with all other arguments as they are."""
     small, (first, second, attend, mlp) = _with_lines(module)
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
-    _, _, *others = inspect.signature(type(module).forward).parameters.values()
-    named = [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    given = {name: object() for name in (*named, "an_argument_that_it_does_not_name")}
+    given = {name: object() for name in (*_names(module), "an_argument_that_it_does_not_name")}
     try:
         with torch.no_grad():
             found = type(module).forward(small, x, **given)
@@ -191,5 +195,5 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     small.gradient_checkpointing = True
     small._gradient_checkpointing_func = checkpoint
     with torch.enable_grad():
-        type(module).forward(small, torch.zeros(1, 1, 8))
+        type(module).forward(small, torch.zeros(1, 1, 8), **dict.fromkeys(_names(module)))
     return bool(found)
