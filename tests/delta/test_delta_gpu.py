@@ -170,11 +170,12 @@ def test_chunks_beside_the_states(lengths):
         assert torch.equal(state, due_state[:, -heads[1] :])
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("heads", [(1, 2), (16, 32)])
-def test_65536_tokens(heads):
+def test_65536_tokens(heads, channels):
     """Errors do not grow with the length, for states that decay and such that hardly do."""
     sizes = (1, 65536 // heads[0], heads, (128, 32))
-    inputs = (problem(*sizes, gate=gate) for gate in (2.0, 8.0))
+    inputs = (problem(*sizes, channels=channels, gate=gate) for gate in (2.0, 8.0))
     prompt([torch.cat(tensors) for tensors in zip(*inputs, strict=True)])
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import tiercel.integrations.transformers as door
 from tiercel.integrations.transformers import embedding
+from tiercel.ops.loss import linear as linear_loss
 
 pytestmark = pytest.mark.torch
 
@@ -50,6 +51,50 @@ def test_gradient(device, padding, dtype):
     rows.backward(grad)
     assert module.weight.grad.dtype == dtype
     assert_rounded_once(module.weight.grad, exact(ids, grad, 50, padding))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["one number", "turned"])
+def test_gradients_in_other_layouts(device, kind, monkeypatch):
+    """The kernel takes rows with neighbouring elements; PyTorch hands out others."""
+    steps = []
+    add = linear_loss.add_targets
+
+    def noted(sums, x, *more):
+        steps.append(x.stride(1))
+        add(sums, x, *more)
+
+    monkeypatch.setattr(linear_loss, "add_targets", noted)
+    module = replaced(device=device)
+    ids = torch.arange(12, device=device)[None] % 5
+    rows = module(ids)
+    if kind == "one number":
+        grad = torch.ones(1, 12, 64, device=device)
+        rows.sum().backward()
+    else:
+        grad = torch.randn(1, 64, 12, device=device).bfloat16().transpose(1, 2)
+        rows.backward(grad)
+    assert_rounded_once(module.weight.grad, exact(ids, grad, 50))
+    assert steps == ([1] if device == "cpu" else [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_gradients_at_once(device):
+    module = replaced(device=device, padding=3)
+    ids = torch.arange(12, device=device)[None] % 5
+    grads = torch.randn(4, 1, 12, 64, device=device).bfloat16()
+    found = torch.autograd.grad(module(ids), module.weight, grads, is_grads_batched=True)[0]
+    for got, grad in zip(found, grads, strict=True):
+        torch.testing.assert_close(got.double(), exact(ids, grad, 50, 3), rtol=2**-6, atol=2**-5)
+
+
+def test_a_model_without_an_embedding():
+    model = make("Llama", tie_word_embeddings=False).train()
+    x = model.model.embed_tokens(tokens()).detach()
+    model.model.embed_tokens = None
+    door.apply(model)
+    model(inputs_embeds=x, labels=tokens(), use_cache=False).loss.backward()
+    assert model.lm_head.weight.grad is not None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,6 +143,31 @@ def test_a_training_step_never_waits(name):
         model(ids, labels=ids, use_cache=False).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_graph_of_a_whole_step(name):
+    model = make(name, device="cuda").train()
+    door.apply(model)
+    ids = tokens(device="cuda")
+
+    def step():
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    ids.copy_(ids.roll(5, 1))
+    graph.replay()
+    for got, due in zip(found, step(), strict=True):
+        assert (got.float() - due.float()).norm() <= 0.02 * due.float().norm()
 
 
 def test_without_a_shared_weight_and_without_a_loss():

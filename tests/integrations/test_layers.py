@@ -2,12 +2,15 @@
 """Decoder layers in training: additions in the norms' kernels."""
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
 import transformers
 from support.tiny_models import make, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiercel
 import tiercel.integrations.transformers as door
@@ -48,16 +51,17 @@ def test_a_model(name, checkpoints, device, monkeypatch):
         model(ids, labels=ids, use_cache=False).loss.backward()
     assert len(runs) == (1 if checkpoints is None else 2)
     # A layer that runs again computes the same: a mixture may not choose other experts.
-    # The class's own forward runs if that is what checkpoints.
-    own = checkpoints is not None and layers._CHECKPOINTS_IN_FORWARD
-    assert len(added) == (0 if own else 2 if checkpoints is None else 4)
+    # Where the layers' forward makes the checkpoint, not their call, it is their own that runs.
+    base = transformers.modeling_layers.GradientCheckpointingLayer
+    by_call = "__call__" in vars(base)
+    assert len(added) == (2 if checkpoints is None else 4 if by_call else 0)
     for mine, theirs, right in zip(*(m.parameters() for m in (ours, usual, wide)), strict=True):
         errors = [(p.grad.float() - right.grad).norm() for p in (mine, theirs)]
         assert errors[0] <= 1.25 * errors[1] + 2e-3 * right.grad.norm()
 
 
-def one_layer():
-    model = make("Llama").train()
+def one_layer(name="Llama"):
+    model = make(name).train()
     plain = copy.deepcopy(model)
     door.apply(model)
     x = torch.randn(2, 5, model.config.hidden_size).bfloat16().requires_grad_()
@@ -101,6 +105,56 @@ def test_what_keeps_the_layer_s_own_forward(monkeypatch):
     assert len(added) == 1
 
 
+def test_hooks_and_wrappers_of_norms_are_called():
+    ours, _, x, more = one_layer()
+    norm, calls = ours.input_layernorm, []
+    handle = norm.register_full_backward_pre_hook(lambda *a: calls.append("gradient"))
+    ours(x, **more).sum().backward()
+    assert calls == ["gradient"]
+    handle.remove()
+    before = norm.forward
+
+    @functools.wraps(before)
+    def wrapper(self, x):
+        calls.append("forward")
+        return before(x)
+
+    norm.forward = types.MethodType(wrapper, norm)
+    ours(x, **more)
+    assert calls == ["gradient", "forward"]
+
+
+def test_arguments_that_the_caller_leaves_out(monkeypatch):
+    """Qwen3's attention has no default for the mask; its layers have."""
+    ours, _, x, more = one_layer("Qwen3")
+    added = count_norms(monkeypatch)
+    due = type(ours).forward(ours, x, **more)
+    torch.testing.assert_close(ours(x, **more), due, rtol=2**-5, atol=2**-5)
+    assert len(added) == 1
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_layers_of_one_reentrant_checkpoint_run_alike(trained, monkeypatch):
+    """Its first pass makes no graph, so that the second layer's input wants no gradient then."""
+    model = make("Llama").train()
+    door.apply(model)
+    model.requires_grad_(trained)
+    x = torch.randn(2, 5, model.config.hidden_size).bfloat16().requires_grad_()
+    at = model.model.rotary_emb(x, torch.arange(5)[None])
+    results = []
+
+    def both(x):
+        for layer in model.model.layers:
+            x = layer(x, position_embeddings=at)
+        results.append(x.detach())
+        return x
+
+    added = count_norms(monkeypatch)
+    checkpoint(both, x, use_reentrant=True).sum().backward()
+    assert len(added) == 4
+    assert torch.equal(*results)
+
+
 class Scaled(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
     def forward(self, hidden_states, **kwargs):
         return 0.5 * super().forward(hidden_states, **kwargs)
@@ -111,7 +165,47 @@ class Drops(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
         return nn.functional.dropout(super().forward(hidden_states, **kwargs), 0.1, self.training)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Drops])
+class Checkpoints(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    """As layers of later transformers do, whose call makes no checkpoint."""
+
+    def forward(self, hidden_states, **kwargs):
+        run = functools.partial(super().forward, **kwargs)
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(run, hidden_states)
+        return run(hidden_states)
+
+
+def test_a_forward_that_makes_the_checkpoint_itself(monkeypatch):
+    model = make("Llama").train()
+    layer = model.model.layers[0]
+    layer.__class__ = Checkpoints
+    assert "model.layers.0" in door.apply(model).replaced["decoder layer"]
+    x = torch.randn(2, 5, model.config.hidden_size).bfloat16().requires_grad_()
+    at = model.model.rotary_emb(x, torch.arange(5)[None])
+    added, made = count_norms(monkeypatch), []
+    layer.forward(x, position_embeddings=at)
+    assert len(added) == 1
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = lambda run, *a: made.append(1) or run(*a)
+    layer.forward(x, position_embeddings=at)
+    assert made and len(added) == 1
+
+
+class Keeps(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    """Does not tell attention all that it is told."""
+
+    def forward(self, hidden_states, secret=None, **kwargs):
+        return super().forward(hidden_states, **kwargs)
+
+
+class Chooses(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    """Tells attention something else."""
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return super().forward(hidden_states, attention_mask=None, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Drops, Keeps, Chooses])
 def test_layers_that_compute_something_else(kind):
     model = make("Llama")
     for layer in model.model.layers:

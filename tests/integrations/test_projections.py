@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -91,6 +92,56 @@ def test_no_graph_stays_behind():
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_frozen_layers_do_not_keep_their_input():
+    _, ours, x, grads = three()
+    ours.requires_grad_(False)
+    h = x * 1
+    seen = weakref.ref(h)
+    results = ours(h)
+    del h
+    assert seen() is None
+    (found,) = torch.autograd.grad(results, x, grads)
+    due = sum(g.double() @ m.weight.double() for g, m in zip(grads, ours.layers, strict=True))
+    torch.testing.assert_close(found.double(), due, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("trained", range(3))
+def test_frozen_layers_beside_one_that_is_trained(trained):
+    plain, ours, x, grads = three(bias=True)
+    found = []
+    for model in (ours, plain):
+        model.requires_grad_(False)
+        model.layers[trained].requires_grad_(True)
+        of = [x, *model.layers[trained].parameters()]
+        found.append(torch.autograd.grad(model(x * 1), of, grads))
+    torch.testing.assert_close(*found, rtol=2**-6, atol=2**-6)
+
+
+def test_an_input_that_is_written_to_between_layers():
+    plain, ours, x, grads = three()
+    found = []
+    for model in (ours, plain):
+        h = x * 1
+        unused = model.layers[0](h)
+        h.mul_(2)
+        result = model.layers[1](h)
+        found.append((result, *torch.autograd.grad(result, x, grads[1])))
+        del unused
+    torch.testing.assert_close(*found, rtol=2**-7, atol=2**-7)
+
+
+def test_tensors_can_be_saved():
+    _, ours, x, _ = three()
+    h = x * 1
+    result = ours.layers[0](h)
+    for tensor in (h, result):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        assert len(file.getvalue()) < tensor.nbytes + 2048  # nothing else
+        file.seek(0)
+        assert torch.equal(torch.load(file), tensor)
 
 
 def test_gradients_can_be_differentiated_again():

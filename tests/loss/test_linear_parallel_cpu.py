@@ -71,6 +71,11 @@ for reduction, with_bias, (z_loss, softcap, scaled, ignored) in itertools.produc
         plain, _ = split(x, weight, bias if with_bias else None, given, **options)
     torch.testing.assert_close(plain, loss.detach())
 
+mine = weight[own]
+module = tiercel.nn.LinearCrossEntropy(z_loss=1e-2, group=group)
+due = tiercel.ref.linear_cross_entropy(x, weight, target, z_loss=1e-2)
+torch.testing.assert_close(module(x, mine, target), due, rtol=1e-5, atol=1e-5)
+
 # Sums in bfloat16, and a target that is no class.
 halves = [t.bfloat16().requires_grad_() for t in (x, weight)]
 due = torch.autograd.grad(tiercel.linear_cross_entropy(*halves, target), halves)

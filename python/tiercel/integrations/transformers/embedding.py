@@ -67,7 +67,9 @@ def lend(model: Any, head: Any) -> Any:
     before, _lent.loan = _lent.loan, None
     try:
         embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # a model need not have one
+    except (AttributeError, NotImplementedError):
+        embedding = None
+    if not isinstance(embedding, nn.Module):  # a model need not have one
         return before
     forward = getattr(vars(embedding).get("forward"), "__func__", None)
     if forward is not embedding_forward or embedding.weight is not head.weight:
@@ -120,7 +122,8 @@ class _Rows(torch.autograd.Function):
             return None, of_table, None
         (ids,) = ctx.saved_tensors
         count, width = ctx.table
-        if torch.is_grad_enabled():  # of a gradient: PyTorch can differentiate its own operator
+        # PyTorch's operator can be differentiated, for gradients of gradients, and vectorized.
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             padding = -1 if ctx.padding is None else ctx.padding
             own = torch.ops.aten.embedding_dense_backward(grad, ids, count, padding, False)
             return None, own if of_table is None else own + of_table, None

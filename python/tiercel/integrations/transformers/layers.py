@@ -9,6 +9,7 @@ gradient, which saves a pass over three tensors each.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,18 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiercel
 from tiercel.integrations.transformers.forwards import is_replaced
+from tiercel.integrations.transformers.mlp import has_hooks
 
 # With fewer rows a pass takes less time than the host does for this.
 _LEAST_ROWS = 4096
 _DTYPES = (torch.bfloat16, torch.float16)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _CHILDREN = {*_NORMS, "self_attn", "mlp"}
-# Since transformers 5.24 the forward of a layer's class checkpoints; before, its `__call__` did.
-_CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 # On a forward of `replace`: the epsilon of a norm that is `rms_norm` of its weight.
 EPSILON = "tiercel_epsilon"
 
@@ -38,22 +37,40 @@ def layer_forward(module: nn.Module) -> Callable[..., Any] | str | None:
         return None
     if is_replaced(module):
         return "its forward is replaced already"
-    return _forward
+    return _forward_with(_stated(module), _checkpoints_itself(module))
 
 
-def _forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    epsilons = None if args else _epsilons(self, hidden_states)
-    if epsilons is None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
-    first, second = (getattr(self, name) for name in _NORMS)
-    normed, stream = _Norm.apply(hidden_states, first.weight, epsilons[0])
-    attended, _ = self.self_attn(hidden_states=normed, **kwargs)  # type: ignore[operator]
-    normed, stream = tiercel.rms_norm(attended, second.weight, eps=epsilons[1], residual=stream)
-    return stream + self.mlp(normed)  # type: ignore[operator]
+def _forward_with(stated: dict[str, Any], checkpoints: bool) -> Callable[..., Any]:
+    """The forward of layers that call attention with these arguments if their caller does not.
+    Where their own forward `checkpoints` itself, it runs while that is switched on."""
+
+    # A bound method is pickled by the name of its function: as the module's own forward.
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = args or (checkpoints and self.gradient_checkpointing)
+        epsilons = None if own else _epsilons(self, hidden_states)
+        if epsilons is None:
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        first, second = (getattr(self, name) for name in _NORMS)
+        normed, stream = _Norm.apply(hidden_states, first.weight, epsilons[0])
+        given = {**stated, **kwargs, "hidden_states": normed}
+        attended, _ = self.self_attn(**given)  # type: ignore[operator]
+        normed, stream = tiercel.rms_norm(attended, second.weight, eps=epsilons[1], residual=stream)
+        return stream + self.mlp(normed)  # type: ignore[operator]
+
+    return forward
 
 
-# A bound method is pickled by the name of its function: as the module's own forward.
-_forward.__name__ = "forward"
+def _stated(layer: nn.Module) -> dict[str, Any]:
+    """The defaults of the layer's arguments that its attention lacks, or has others of."""
+    own = inspect.signature(type(layer).forward).parameters
+    of_attention = inspect.signature(type(layer.self_attn).forward).parameters
+    return {
+        name: p.default
+        for name, p in own.items()
+        if name in of_attention
+        and p.default is not p.empty
+        and p.default is not of_attention[name].default
+    }
 
 
 def _epsilons(layer: nn.Module, x: Tensor) -> list[float] | None:
@@ -62,9 +79,10 @@ def _epsilons(layer: nn.Module, x: Tensor) -> list[float] | None:
     # would choose other experts if its rounding were different then.
     if not (torch.is_grad_enabled() or layer.training) or torch.compiler.is_compiling():
         return None
-    if _CHECKPOINTS_IN_FORWARD and layer.training and getattr(layer, "gradient_checkpointing", 0):
+    if type(x) is not Tensor or x.dtype not in _DTYPES:
         return None
-    if type(x) is not Tensor or x.dtype not in _DTYPES or not x.requires_grad:
+    # Without a graph nobody knows if there will be one for x: the layer before may have made it.
+    if torch.is_grad_enabled() and not x.requires_grad:
         return None
     if math.prod(x.shape[:-1]) < _LEAST_ROWS or nn.modules.module._has_any_global_hook():
         return None
@@ -76,11 +94,12 @@ def _epsilons(layer: nn.Module, x: Tensor) -> list[float] | None:
     for name in _NORMS:
         norm = getattr(layer, name)
         function = getattr(vars(norm).get("forward"), "__func__", None)
-        epsilon = getattr(function, EPSILON, None)
+        # A wrapper has the attributes of what it wraps.
+        epsilon = None if hasattr(function, "__wrapped__") else getattr(function, EPSILON, None)
         weight = norm._parameters.get("weight")
         if epsilon is None or type(weight) is not nn.Parameter or weight.dtype != x.dtype:
             return None
-        if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+        if has_hooks(norm):
             return None
         found.append(epsilon)
     return found
@@ -119,30 +138,63 @@ class _Norm(torch.autograd.Function):
 
 
 class _Line(nn.Module):
-    """Stands for a part of a layer: a linear function."""
+    """Stands for a part of a layer: a linear function. Attention's keeps what it was given."""
 
     def __init__(self, factor: float, pair: bool = False) -> None:
         super().__init__()
         self.factor, self.pair = factor, pair
+        self.given: dict[str, Any] = {}
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        self.given = kwargs
         found = hidden_states * self.factor + 1
         return (found, None) if self.pair else found
 
 
-def _computes_it(module: nn.Module) -> bool:
-    """Runs the forward on small tensors with other parts, in training mode."""
+def _with_lines(module: nn.Module) -> tuple[Any, list[_Line]]:
+    """A copy in training mode with other parts: both norms, attention, and the MLP."""
     parts = [_Line(0.5), _Line(-1.5), _Line(2.0, pair=True), _Line(3.0)]
-    small = copy.copy(module)
+    small: Any = copy.copy(module)
     small._modules = dict(zip((*_NORMS, "self_attn", "mlp"), parts, strict=True))
     small.training = True
-    first, second, attend, mlp = parts
+    return small, parts
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Those of the forward's arguments behind the hidden states."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _computes_it(module: nn.Module) -> bool:
+    """Runs the forward on small tensors with other parts, in training mode: it computes this, and
+    calls attention with all other arguments as they are."""
+    small, (first, second, attend, mlp) = _with_lines(module)
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    given = {name: object() for name in (*_names(module), "an_argument_that_it_does_not_name")}
     try:
         with torch.no_grad():
-            found = type(module).forward(small, x)
+            found = type(module).forward(small, x, **given)
     except Exception:  # whatever a stranger's module raises
+        return False
+    if attend.given != given:
         return False
     stream = x + attend(first(x))[0]
     due = stream + mlp(second(stream))
     return isinstance(found, Tensor) and found.shape == due.shape and torch.allclose(found, due)
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """True if the class's forward, not its call, is what makes a checkpoint of the layer."""
+    found: list[Any] = []
+
+    def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+        found.append(function)
+        return function(*args)
+
+    small, _ = _with_lines(module)
+    small.gradient_checkpointing = True
+    small._gradient_checkpointing_func = checkpoint
+    with torch.enable_grad():
+        type(module).forward(small, torch.zeros(1, 1, 8), **dict.fromkeys(_names(module)))
+    return bool(found)

@@ -47,6 +47,11 @@ class Activation:
         return [of_gate] if up is None else [of_gate, of_up], again[0] if result else None
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """True if something is to see the module's calls or their gradients."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
 def trained(x: Tensor, layers: Sequence[Any], activation: Activation) -> Tensor | None:
     """The MLP's result by `_GatedMLP`, or None where that does not do what the layers do.
 
@@ -61,7 +66,7 @@ def trained(x: Tensor, layers: Sequence[Any], activation: Activation) -> Tensor 
         return None
     tensors: list[Tensor | None] = []
     for layer in layers:
-        if type(layer) is not nn.Linear or any(getattr(layer, name) for name in _HOOKS):
+        if type(layer) is not nn.Linear or has_hooks(layer):
             return None
         forward = vars(layer).get("forward")
         if forward is not None and getattr(forward, "__func__", None) is not linear_forward:

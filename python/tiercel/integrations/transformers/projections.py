@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # With fewer rows a pass takes less time than the host does for this.
 _LEAST_ROWS = 4096
 _DTYPES = (torch.bfloat16, torch.float16)
-_NEXT = "_tiercel_handed_on"  # on an input: a weak reference to what the next layer takes instead
-_KEPT = "_tiercel_input"  # on a result: keeps that alive as long as the result is
+# Beside the tensors, not as their attributes, which torch.save would write.
+# Of an input: a weak reference to what the next layer takes instead, and the input's version.
+_next: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Of a result: keeps that alive as long as the result is.
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def trained_linear(weight: Any, bias: Any, x: Tensor) -> Tensor | None:
@@ -39,13 +43,22 @@ def trained_linear(weight: Any, bias: Any, x: Tensor) -> Tensor | None:
         return None
     if forward_ad._current_level >= 0:  # inside a dual level
         return None
-    # The attribute of a tensor holds no tensor, so that no graph holds itself.
-    known = getattr(x, _NEXT, None)
-    handed = None if known is None else known()
+    handed = _handed(x)
+    if handed is None and not weight.requires_grad:
+        return None  # PyTorch does not keep the input for it
     result, rest = _Linear.apply(x if handed is None else handed, weight, bias)
-    setattr(x, _NEXT, weakref.ref(rest))
-    setattr(result, _KEPT, rest)
+    # No entry holds what it is an entry of, so that no graph holds itself.
+    _next[x] = weakref.ref(rest), x._version
+    _kept[result] = rest
     return result  # type: ignore[no-any-return]
+
+
+def _handed(x: Tensor) -> Tensor | None:
+    """What the last layer with this input handed on, unless x has been written to since."""
+    found = _next.get(x)
+    if found is None or found[1] != x._version:
+        return None
+    return found[0]()  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -54,7 +67,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return nn.functional.linear(x, weight, bias), x.view_as(x)
 
     @staticmethod
@@ -65,18 +78,16 @@ class _Linear(torch.autograd.Function):
             return of_others, None, None
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        shape = x.shape
-        grad, x = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
-        of_x = None
+        shape = (*grad.shape[:-1], weight.shape[1])
+        grad = grad.reshape(-1, grad.shape[-1])
+        of_x = of_weight = None
         if wants_x and of_others is None:
             of_x = (grad @ weight).view(shape)
         elif wants_x:
-            rows = of_others.reshape(x.shape)  # type: ignore[union-attr]
+            rows = of_others.reshape(-1, shape[-1])  # type: ignore[union-attr]
             # Nobody else has it: it is from the next layer's backward alone.
             add = rows.addmm if torch.is_grad_enabled() else rows.addmm_
             of_x = add(grad, weight).view(shape)
-        return (
-            of_x,
-            grad.t() @ x if wants_weight else None,
-            grad.sum(0) if wants_bias else None,
-        )
+        if wants_weight:
+            of_weight = grad.t() @ x.reshape(-1, x.shape[-1])
+        return of_x, of_weight, grad.sum(0) if wants_bias else None

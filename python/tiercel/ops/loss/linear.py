@@ -54,8 +54,9 @@ def _at_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int
 def add_rows(sums: Tensor, x: Tensor, target: Tensor, ignore_index: int | None) -> None:
     """Adds each row of x to the row of `sums` that its target names, in float32, rounded once.
 
-    Both are contiguous and of one 16-bit dtype; all targets are rows of `sums`.
+    Both are of one 16-bit dtype, `sums` is contiguous; all targets are rows of `sums`.
     """
+    x = rows(x)
     by = torch.ones_like(target, dtype=torch.float32)
     ignored = None if ignore_index is None else target == ignore_index
     if platform.why_not(sums.device) is None:

@@ -64,7 +64,8 @@ class CrossEntropyLoss(torch.nn.Module):
 
 class LinearCrossEntropy(torch.nn.Module):
     """:func:`tiercel.linear_cross_entropy` as a module. The layer's weight is an argument of each
-    call, because it belongs to the language model; ``class_weight`` is a buffer.
+    call, because it belongs to the language model; ``class_weight`` is a buffer. ``group`` is a
+    process group whose ranks each hold a part of the classes, or None.
 
     Shape:
         - Input: ``(T, H)``, the layer's weight ``(V, H)``, the targets ``(T)``.
@@ -83,6 +84,7 @@ class LinearCrossEntropy(torch.nn.Module):
         z_loss: float = 0.0,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = None,
+        group: Any = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -93,6 +95,7 @@ class LinearCrossEntropy(torch.nn.Module):
         self.z_loss = z_loss
         self.softcap = softcap
         self.accum_dtype = accum_dtype
+        self.group = group
         self.backend = backend
 
     def forward(
@@ -116,11 +119,12 @@ class LinearCrossEntropy(torch.nn.Module):
             z_loss=self.z_loss,
             softcap=self.softcap,
             accum_dtype=self.accum_dtype,
+            group=self.group,
             backend=self.backend,
         )
 
     def extra_repr(self) -> str:
-        return _options(self, **_USUAL, accum_dtype=None, backend=None)
+        return _options(self, **_USUAL, accum_dtype=None, group=None, backend=None)
 
 
 _USUAL = {
