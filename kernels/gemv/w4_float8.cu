@@ -279,6 +279,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether, 1), kTogether)
       wgmma_wait<0>();
       wgmma_settle(sums);
     }
+    __syncwarp();  // all lanes have read the stage; one lane arrives for its warp
     if (lane == 0) mbarrier_arrive(barriers.freed + stage);
     stage = next_stage, parity = next_parity;
   }

@@ -211,6 +211,7 @@ struct TilesLaunch {
 // Blocks that run at once, one per multiprocessor, in clusters of each size: a cluster has a place
 // in one GPC, and GPCs differ in their number of multiprocessors.
 constexpr int kMaxSplit = 8;
+constexpr int kInvariantTokens = 128;  // of a tile in the batch-invariant mode, without a split
 constexpr int kPlaces[kMaxSplit + 1] = {0, 132, 132, 111, 120, 100, 96, 98, 112};
 
 // Estimated clock cycles of a kernel; they fit what it took on an H200 with N from 2880 to 14336
@@ -265,19 +266,20 @@ struct TilesChoice {
   int tail_split = 1;
 };
 
-// The fastest by the estimate among those that fit(kernel), or what the call asks for.
+// The fastest by the estimate among those that fit(kernel), or those `asked` for.
 template <typename KernelOf, typename Fits>
-TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4LinearCall& call,
-                              const Problem& problem, int64_t steps, const Fits& fits) {
+TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels,
+                              const std::optional<W4TilesConfig>& asked, const Problem& problem,
+                              int64_t steps, const Fits& fits) {
   TilesChoice<KernelOf> choice;
   double least = std::numeric_limits<double>::infinity();
-  const bool given = call.tiles.has_value();
+  const bool given = asked.has_value();
   const auto consider = [&](double time, const TilesChoice<KernelOf>& other) {
     if (time < least) least = time, choice = other;
   };
   for (const KernelOf& one : kernels) {
     if (!fits(one)) continue;
-    if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != kW4Rows)) continue;
+    if (given && (asked->tokens != one.tokens || asked->rows != kW4Rows)) continue;
     const int64_t tiles =
         ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, kW4Rows);
     const int64_t whole = tiles / (kPlaces[1] * one.together) * kPlaces[1] * one.together;
@@ -286,10 +288,10 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels, const W4Line
       return estimate(time_of(one), one.together, count, steps, split);
     };
     for (int split = 1; split <= kMaxSplit; ++split) {
-      const bool alike = given ? call.tiles->cluster == split && call.tiles->tail_cluster == 0
+      const bool alike = given ? asked->cluster == split && asked->tail_cluster == 0
                                : split <= std::max(int64_t{1}, steps);
       if (alike) consider(time(tiles, split), {&one, tiles, split});
-      const bool apart = given ? call.tiles->cluster == 1 && call.tiles->tail_cluster == split
+      const bool apart = given ? asked->cluster == 1 && asked->tail_cluster == split
                                : split > 1 && split <= steps;
       if (!apart || whole == 0 || tail == 0 || tail * split > kPlaces[split]) continue;
       consider(time(whole, 1) + time(tail, split), {&one, tiles, 1, tail, split});
@@ -343,6 +345,8 @@ Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunc
         shape_text(call.scale->strides, 2));
   }
   const int64_t steps = ceil_div(problem.k, kW4Step);
+  std::optional<W4TilesConfig> asked = call.tiles;
+  if (batch_invariant()) asked = {kInvariantTokens, kW4Rows, 1, 0};
   if (call.x_scale != nullptr) {
     launch->float8 = true;
     launch->args.x_scale = static_cast<const float*>(call.x_scale->data);
@@ -355,14 +359,14 @@ Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunc
     const auto fits = [&](const W4Float8Kernel& one) {
       return one.floats == floats && one.group == group;
     };
-    return set_up(fastest(KernelTable(w4_float8_kernels), call, problem, steps, fits), call,
+    return set_up(fastest(KernelTable(w4_float8_kernels), asked, problem, steps, fits), call,
                   problem, launch);
   }
   const auto fits = [&](const W4TilesKernel& one) {
     return one.floats == (call.format != W4Format::kInt4) &&
            one.bfloat16 == (call.x->dtype == DType::kBFloat16);
   };
-  return set_up(fastest(KernelTable(w4_tiles_kernels), call, problem, steps, fits), call, problem,
+  return set_up(fastest(KernelTable(w4_tiles_kernels), asked, problem, steps, fits), call, problem,
                 launch);
 }
 
@@ -412,13 +416,15 @@ Status prepare(const W4LinearCall& call, Launch* launch) {
   Problem problem;
   TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   if (problem.tokens == 0 || problem.features == 0) return Status();
-  const bool few = problem.tokens <= kLinearMaxTokens && call.x->dtype == DType::kBFloat16;
-  if (few && !call.tiles) return choose_few(call, problem, &launch->few);
-  // Sums of the tiles' kernels are in another order.
-  if (batch_invariant()) {
-    return Status::Unimplemented(mismatch(
-        {call.op, "x", *call.x}, "be bfloat16 and have at most 16 rows in the batch-invariant mode",
-        std::string(dtype_name(call.x->dtype)) + " of shape " + shape_text(call.x->shape, 2)));
+  if (batch_invariant() && call.tiles) {
+    return Status::Unimplemented(std::string(call.op) +
+                                 ": `tiles` must be None in the batch-invariant mode");
+  }
+  // The tiles' kernels have another order of sums: in the batch-invariant mode these serve no
+  // number of tokens, or all.
+  const bool few = problem.tokens <= kLinearMaxTokens || batch_invariant();
+  if (few && call.x->dtype == DType::kBFloat16 && !call.tiles) {
+    return choose_few(call, problem, &launch->few);
   }
   return choose_tiles(call, problem, &launch->tiles);
 }
@@ -452,7 +458,7 @@ Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
              args.parts,
              args.passes * args.sections,
              args.turns * args.tiles * 16,
-             args.tokens,
+             std::min(args.tokens, kLinearMaxTokens),
              config.grid.x,
              config.block.x * config.block.y * config.block.z,
              config.dynamic_smem};
@@ -475,8 +481,17 @@ Status w4_linear(const W4LinearCall& call, void* stream) {
   }
   if (launch.few.kernel == nullptr) return Status();
   TIERCEL_RETURN_IF_ERROR(encode_few(call, &launch.few));
-  void* pointers[] = {&launch.few.args};
-  return launch.few.kernel->launch(launch.few.config, call.x->device_index, stream, pointers);
+  Nvfp4LinearArgs& args = launch.few.args;
+  void* pointers[] = {&args};
+  // There are more tokens than a launch takes in the batch-invariant mode only.
+  for (int rest = args.tokens; rest > 0; rest -= kLinearMaxTokens) {
+    args.tokens = std::min(rest, kLinearMaxTokens);
+    TIERCEL_RETURN_IF_ERROR(
+        launch.few.kernel->launch(launch.few.config, call.x->device_index, stream, pointers));
+    args.x += kLinearMaxTokens * args.x_row;
+    args.out += int64_t{kLinearMaxTokens} * args.features;
+  }
+  return Status();
 }
 
 Status w4_linear_load(W4Format format, int device) {

@@ -181,7 +181,9 @@ __global__ void __launch_bounds__(w4_threads(1, kGroups), 1)
       wgmma_commit();
       if (chunk == 3) mbarrier_wait(barriers.filled + next_stage, next_parity);
       wgmma_wait<kBuffers - 1>();
-      // Only products of this step are in flight.
+      // Only products of this step are in flight. All lanes have read the last stage; one arrives
+      // for its warp. In a branch the meeting would make the compiler run products one by one.
+      if (chunk == kBuffers - 2) __syncwarp();
       if (chunk == kBuffers - 2 && step != first && lane == 0) {
         mbarrier_arrive(barriers.freed + last_stage);
       }

@@ -144,8 +144,12 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
     empty = fixed(empty_barriers(kernel, ring, lane))
     ring.consumer_wait(read)
     read_scales = _read_scales(kernel, scales, read.index, row)
+    order = consumer
     if const_expr(kernel.staggers):
-        if consumer == 1:
+        # With tiles shorter than the ring the first warpgroup could arrive for the next tile before
+        # the second one has waited for this: then neither does.
+        order = consumer if steps >= kernel.stages else Int32(_CONSUMERS)
+        if order == 1:
             cute.arch.barrier(barrier_id=_FIRST, number_of_threads=_CONSUMERS)
     _start(kernel, mmas, accs, operands, 0, read.index)
     for step in cutlass.range(steps, unroll=1):
@@ -154,7 +158,7 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
             warpgroup.wait_group(0)
             if const_expr(kernel.staggers):
                 cute.arch.inline_ptx(
-                    f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + consumer == 0
+                    f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + order == 0
                 )
             if const_expr(kernel.overlaps):
                 _start(kernel, mmas, accs, operands, part + 1, read.index)
@@ -167,7 +171,7 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
         warpgroup.wait_group(0)
         if const_expr(kernel.staggers and kernel.parts_of_w == 1):
             cute.arch.inline_ptx(
-                f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + consumer == 0
+                f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + order == 0
             )
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
         release(kernel, empty + done * 8, lane)

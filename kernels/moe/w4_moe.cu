@@ -302,6 +302,7 @@ __device__ __forceinline__ void multiply_many(const W4MoeArgs& args, const char*
     // The compiler runs products one by one if some are in flight at the loop's end.
     wgmma_wait<0>();
     wgmma_settle(sums);
+    __syncwarp();  // all lanes have read the stage; one lane arrives for its warp
     if (lane == 0) mbarrier_arrive(freed + stage);
     stage = next_stage, parity = next_parity;
   }

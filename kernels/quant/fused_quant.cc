@@ -6,6 +6,7 @@
 
 #include "kernels/quant/fused_quant_kernels.h"
 #include "kernels/quant/quant_checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/prefetch.h"
@@ -93,7 +94,8 @@ int64_t row_bytes(const TensorView& view) {
   return view.shape[0] > 1 ? view.strides[0] * dtype_bytes(view.dtype) : 0;
 }
 
-// Few rows: one vector per thread, for the least latency; many: two, for more bytes in flight.
+// Few rows: one vector per thread, for the least latency; many: two, for more bytes in flight. The
+// norm's order of sums depends on it, so in the batch-invariant mode all rows are as few.
 Status choose(const char* op, FusedQuantProducer producer, const FusedQuantCall& t, int64_t columns,
               Choice* choice) {
   FusedQuantArgs& args = choice->args;
@@ -111,7 +113,8 @@ Status choose(const char* op, FusedQuantProducer producer, const FusedQuantCall&
     return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
                                  std::to_string(rows));
   }
-  const bool few = rows <= 2 * kDefaultMultiprocessors;
+  const bool few = rows <= 2 * kDefaultMultiprocessors ||
+                   (producer == FusedQuantProducer::kNorm && batch_invariant());
   int vectors = few && args.vectors <= kFusedQuantMostThreads ? 1 : 2;
   if (args.vectors > vectors * kFusedQuantMostThreads) vectors = 4;
   const int64_t threads = ceil_div(ceil_div(args.vectors, vectors), 32) * 32;

@@ -293,6 +293,18 @@ def test_any_order_of_warps_with_scales_of_blocks(seed):
             test_scales_of_blocks(tile, "silu")
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("tile", "m", "n"), [((128, 144), 100, 1440), ((128, 256), 200, 1280)])
+def test_tiles_shorter_than_the_ring(tile, m, n, steps):
+    """One warpgroup may be a tile ahead of the other: five tiles a block, in any order of warps."""
+    x, w, x_scale, w_scale, b, wide_x, wide_w = block_scaled(m, n, 128 * steps)
+    for seed in range(1, 9):
+        y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+        with options(seed=seed, multiprocessors=2):
+            kernels.fp8_linear(x, w, x_scale, w_scale, b, y, 0, (*tile, False, False, 1, 0))
+        assert_near(y, wide_x @ wide_w.T + b.double())
+
+
 @pytest.mark.parametrize("tile", BLOCK_TILES, ids=lambda t: f"{t[0]}x{t[1]}")
 def test_zero_scales_and_nan(tile):
     *shape, split_k = tile

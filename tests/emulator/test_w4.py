@@ -6,6 +6,8 @@ import torch
 from support.emulator import kernels, options
 from support.w4_weights import FORMATS, activated, draw
 
+import tiercel
+
 pytestmark = pytest.mark.torch
 
 
@@ -98,3 +100,30 @@ def test_in_any_order():
             check(40, 130, 1408, "mxfp4", tiles=((64, 128, 4),), activation=3)
             check(90, 130, 1408, "nvfp4", tiles=((96, 128, 3),))
             check(40, 130, 3072, "int4-128-zero", tiles=((64, 128, 1),))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("mxfp4", torch.bfloat16), ("int4-64", torch.float16)]
+)
+def test_bits_of_a_row_in_the_batch_invariant_mode(layout, dtype):
+    """bfloat16: launches of 16 rows; float16: tiles of 128. Both end within their second one."""
+    weights = draw(layout, 72, 320, dtype, "cpu")
+    x = torch.randn(17 if dtype == torch.bfloat16 else 130, 320).to(dtype)
+
+    def run(rows):
+        out = torch.full((len(rows), 72), torch.nan, dtype=dtype)
+        none = (None, None, None, None)
+        kernels.w4_linear(
+            *(x[rows], weights.packed, weights.scale, *none, out),
+            *(FORMATS.index(weights.format), 0),
+        )
+        return out.view(torch.int16)
+
+    last = len(x) - 1
+    with tiercel.batch_invariant():
+        together = run(list(range(len(x))))
+        for row in (0, 15, last):
+            assert torch.equal(run([row])[0], together[row])
+        assert torch.equal(run([last, *range(last)])[0], together[last])
+    due = x.double() @ weights.values.T
+    torch.testing.assert_close(together.view(dtype).double(), due, rtol=1e-2, atol=0.1)

@@ -6,6 +6,8 @@ import torch
 from support.emulator import kernels, options
 from support.w4_weights import FORMATS, activated, draw
 
+import tiercel
+
 pytestmark = pytest.mark.torch
 
 LAYOUTS = ["mxfp4", "int4-32", "int4-64-zero", "int4-128", "int4-128-zero"]
@@ -149,3 +151,15 @@ def test_any_zero_points():
     got = launch(x, weights, torch.ones(1))[:, 8:].double()
     due = x.double() @ weights.values[8:].T
     assert (got - due).abs().max() <= 2.0**-8 * due.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["mxfp4", "int4-64"])
+def test_bits_of_a_row_in_the_batch_invariant_mode(layout):
+    weights = draw(layout, 72, 320, torch.bfloat16, "cpu")
+    x = torch.randn(130, 320).to(torch.float8_e4m3fn)
+    x_scale = torch.rand(130, 1) + 0.5
+    with options(short_fp8_adder=True), tiercel.batch_invariant():
+        together = launch(x, weights, x_scale)
+        for row in (0, 100, 129):
+            alone = launch(x[row : row + 1], weights, x_scale[row : row + 1])
+            assert torch.equal(alone[0].view(torch.int16), together[row].view(torch.int16))

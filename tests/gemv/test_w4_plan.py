@@ -4,6 +4,7 @@
 import pytest
 from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
 
+import tiercel
 from tiercel import _C
 
 E4M3 = "float8_e4m3fn"
@@ -165,6 +166,21 @@ def test_tiles_behind_the_last_wave(make):
         features = 128 * 66 if tokens == 64 else 5120
         with pytest.raises(NotImplementedError, match="there is no such kernel"):
             w4(make, MXFP4, tokens, features, 2880, tiles=(tiles,))
+
+
+def test_a_plan_in_the_batch_invariant_mode_does_not_depend_on_the_tokens(make):
+    def changed(plan):
+        first, *others = (plan(tokens) for tokens in (1, 16, 17, 300, 8192))
+        return {name for other in others for name in first if other[name] != first[name]}
+
+    half, few = (lambda n: w4(make, INT4, n, dtype="float16")), (lambda n: w4(make, NVFP4, n))
+    plans = [few, half, lambda n: float8(make, MXFP4, n), lambda n: float8(make, INT4, n)]
+    assert all("kernel" in changed(plan) for plan in plans)
+    with tiercel.batch_invariant():
+        assert [changed(plan) for plan in plans] == [{"tokens"}, *3 * [{"grid"}]]
+        assert few(8192)["tokens"] == 16 and half(1)["tokens"] == 128 and half(1)["tail"] == 0
+        with pytest.raises(NotImplementedError, match="`tiles` must be None in the batch-inv"):
+            w4(make, tiles=((64, 128, 1),))
 
 
 def test_empty(make):

@@ -231,21 +231,34 @@ def nvfp4_dequantize(source):
 @case("nvfp4_linear", "long", n=512, k=14336)
 @case("nvfp4_linear", "small", n=1000, k=1088)
 def nvfp4_linear(source, n, k):
-    x = source.normal(16, k)
+    x = source.normal(100, k)
     weight, scale = tiercel.nvfp4_quantize(source.normal(n, k))
-    return Rows(16, lambda rows: (tiercel.nvfp4_linear(x[rows], weight, scale),))
+    return Rows(100, lambda rows: (tiercel.nvfp4_linear(x[rows], weight, scale),))
 
 
 @case("w4_linear")
 @case("w4_linear", "bias", bias=True, activation="silu")
-def w4_linear(source, bias=False, **options):
-    """Up to 16 rows: with more, the mode has no kernel."""
+@case("w4_linear", "float8", float8=True)
+@case("w4_linear", "int4", dtype=torch.float16, format="int4")
+@case("w4_linear", "int4 float8", float8=True, format="int4")
+def w4_linear(source, bias=False, float8=False, dtype=torch.bfloat16, **options):
     n, k = 1024, 2048
-    x, weight = source.normal(16, k), source.whole(256, n, k // 2, dtype=torch.uint8)
-    scale = source.whole(4, n, k // 32, dtype=torch.uint8) + 125
-    given = (weight, scale)
+    x, weight = source.normal(700, k).to(dtype), source.whole(256, n, k // 2, dtype=torch.uint8)
+    if "format" in options:
+        scale = source.normal(n, k // 32, factor=0.1).to(dtype)
+    else:
+        scale = source.whole(4, n, k // 32, dtype=torch.uint8) + 125
     options["bias"] = source.normal(n) if bias else None
-    return Rows(16, lambda rows: (tiercel.w4_linear(x[rows], *given, **options),))
+    if not float8:
+        return Rows(700, lambda rows: (tiercel.w4_linear(x[rows], weight, scale, **options),))
+    x, x_scale = tiercel.fp8_quantize(x, "row")
+
+    def run(rows):
+        values = x.view(torch.uint8)[rows].view(x.dtype)
+        given = {"x_scale": x_scale[rows].contiguous(), **options}
+        return (tiercel.w4_linear(values, weight, scale, **given),)
+
+    return Rows(700, run)
 
 
 @case("nvfp4_gemv")
