@@ -378,9 +378,9 @@ def test_a_batch_that_is_padded_with_sequences():
     """Those without new tokens, of a graph's batch, are no reason to split keys."""
 
     def planned(batch):
-        cache = ExchangeTensor(4096, 64, 8, 128, dtype=FLOAT8)
-        sizes = {"batch": batch, "columns": 512, "longest": 512}
-        return plan(ExchangeTensor, 600, (32, 8), 128, **sizes, k_cache=cache, v_cache=cache)
+        k, v = (ExchangeTensor(4096, 64, 8, 128, dtype=FLOAT8) for _ in range(2))
+        sizes = {"batch": batch, "columns": 512, "longest": 512, "k_cache": k, "v_cache": v}
+        return plan(ExchangeTensor, 600, (32, 8), 128, **sizes)
 
     padded, exact = planned(1024), planned(90)
     assert padded["decode"] == exact["decode"] != "none"
