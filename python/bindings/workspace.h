@@ -11,18 +11,25 @@
 
 namespace tiercel::python {
 
-// Floats for the next launch on this stream. A stream keeps its own, for its launches follow each
-// other; a graph, whose launches follow the rest of no stream, gets new ones.
+// Floats for the launches of one call. A stream keeps its own, for its launches follow each other. A
+// graph, whose launches follow the rest of no stream, gets new ones; so does a call while another
+// thread launches on the same stream, since the GIL is released between a call's launches.
 class Workspace {
  public:
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace();  // under the GIL, after the launches
+
   // False with a Python exception. `like` is a tensor on the device.
   bool Get(PyObject* like, int device, void* stream, int64_t floats);
 
   float* data() const { return data_; }
 
  private:
-  Reference tensor_;  // until the launch is in the stream
+  Reference tensor_;  // until the launches are in the stream
   float* data_ = nullptr;
+  bool* taken_ = nullptr;  // of the stream's floats, if these are those
 };
 
 }  // namespace tiercel::python

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """paged_attention on an H100 or H200, against float64."""
 
+import threading
+
 import pytest
 import torch
 from support.gpu_memory import skip_without
@@ -372,6 +374,58 @@ def test_a_graph_whose_sequences_change(d):
         graph.replay()
         truth = tiercel.ref.paged_attention(*wide(places), return_lse=True)
         assert_close(result, lse, *truth)
+
+
+@pytest.mark.parametrize("decoding", [0, 12])
+def test_a_graph_over_a_float8_cache_whose_sequences_change(decoding):
+    """Sequences turn from decoding to chunks, and from those whose pages a kernel of its own copies
+    to those whose pages the tiles' blocks copy. NaN lies behind every length."""
+    first, second = [(900, 20000), (300, 17000)], [(300, 20000), (900, 1000)]
+    if decoding:
+        first += [(1, 3000)] * decoding + [(200, 900), (0, 9), (1, 300)]
+        second += [(0, 0), (1, 40), (200, 19000)] + [(1, 2999)] * decoding
+    cases = []
+    for seed, lengths in enumerate((first, second)):
+        q, k, v, *rest = draw(lengths, (32, 8), d=128, page=64, seed=seed)
+        cases.append((q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), *rest))
+    places = [x.clone() if isinstance(x, torch.Tensor) else x for x in cases[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result, lse = tiercel.paged_attention(*places, return_lse=True)
+    for case in (*cases, cases[0]):
+        for place, x in zip(places[:6], case[:6], strict=True):
+            place.view(torch.uint8).copy_(x.view(torch.uint8))
+        graph.replay()
+        assert_close(result, lse, *tiercel.ref.paged_attention(*wide(case), return_lse=True))
+
+
+@pytest.mark.parametrize("decoding", [0, 12])
+def test_streams_and_threads_over_a_float8_cache(decoding):
+    """Calls of several kernels, which use a workspace one after the other: on two streams, and on
+    one stream from two threads."""
+    cases, due = [], []
+    for seed in range(2):
+        lengths = [(900, 20000), (300, 17000)] + [(1, 3000)] * decoding
+        q, k, v, *rest = draw(lengths, (32, 8), d=128, page=64, seed=seed)
+        cases.append((q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), *rest))
+        due.append(tiercel.paged_attention(*cases[-1]))
+    own = [torch.cuda.Stream() for _ in cases]
+    for streams in (own, own[:1] * 2):
+        found = [[], []]
+
+        def work(i, streams=streams, found=found):
+            with torch.cuda.stream(streams[i]):
+                found[i] += [tiercel.paged_attention(*cases[i]) for _ in range(20)]
+
+        torch.cuda.synchronize()
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        for expected, results in zip(due, found, strict=True):
+            assert len(results) == 20 and all(torch.equal(expected, x) for x in results)
 
 
 @pytest.mark.parametrize("d", [128, 512])

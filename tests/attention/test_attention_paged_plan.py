@@ -374,6 +374,19 @@ def test_decoding_beside_chunks(decoding, chunks, new, keys, divided):
         assert of_bf16["decode"] == "none"
 
 
+def test_a_batch_that_is_padded_with_sequences():
+    """Those without new tokens, of a graph's batch, are no reason to split keys."""
+
+    def planned(batch):
+        k, v = (ExchangeTensor(4096, 64, 8, 128, dtype=FLOAT8) for _ in range(2))
+        sizes = {"batch": batch, "columns": 512, "longest": 512, "k_cache": k, "v_cache": v}
+        return plan(ExchangeTensor, 600, (32, 8), 128, **sizes)
+
+    padded, exact = planned(1024), planned(90)
+    assert padded["decode"] == exact["decode"] != "none"
+    assert padded["parts"] == exact["parts"]
+
+
 def test_a_window_is_not_copied():
     assert copied(1, 2048, 2048, window=(1024, 0))["widen"] == "none"
     assert copied(1, 2048, 2048, window=(-1, 5))["widen"] != "none"

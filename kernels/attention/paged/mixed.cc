@@ -75,7 +75,8 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
   if (decoded * kKey[d <= 64] < kLaunches) return mixed;
   mixed.few = std::max<int64_t>(kFewRows / group, 1);
   mixed.many = kManyTiles * queries + 1;
-  mixed.tiles = ceil_div(total - (batch - chunks), queries);
+  // Others have a new token each, or none: a batch may be padded with sequences.
+  mixed.tiles = ceil_div(std::max(total - (batch - chunks), std::min(call.max_q, total)), queries);
   mixed.batch = batch;
   PagedWidenSizes& copies = mixed.copies;
   copies = widen_sizes(call);
