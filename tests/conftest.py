@@ -120,6 +120,23 @@ def _from_the_start():
 
 
 @pytest.fixture
+def on_ref():
+    """Runs ops by their references; without a GPU the default does that too, with a warning."""
+    import tiercel
+
+    with tiercel.use_backend("ref"):
+        yield
+
+
+@pytest.fixture(params=["ExchangeTensor", "AttributeTensor"])
+def make(request):
+    """Makes tensors without PyTorch, for each of the two ways in which `_C` reads them."""
+    import support.dlpack_tensor
+
+    return getattr(support.dlpack_tensor, request.param)
+
+
+@pytest.fixture
 def no_fallback():
     """A test that silently ran on ref would prove nothing."""
     import tiercel

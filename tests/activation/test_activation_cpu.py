@@ -18,18 +18,12 @@ from torch.nn import functional
 import tiercel
 from tiercel import ref
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 GATED = ["silu_and_mul", "gelu_and_mul", "relu_and_mul"]
 PLAIN = ["silu", "gelu", "relu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def rand(*shape, dtype=torch.float32, seed=0, grad=False):

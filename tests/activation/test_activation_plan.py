@@ -2,16 +2,11 @@
 """The activations' checks and their choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 SILU, GELU, GELU_TANH, RELU = range(4)
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, *shape, dtype="bfloat16", form="packed", function=SILU, **x):

@@ -2,16 +2,11 @@
 """attention_backward's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 
 NO_LIMIT = -1
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def arguments(make, shape=(2, 300, 8, 128), keys=(300, 8), dtype="bfloat16", d_v=None, **given):

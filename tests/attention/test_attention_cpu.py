@@ -7,13 +7,7 @@ from torch.nn import functional
 
 import tiercel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def make(length, heads=2, d=16, batch=2, dtype=torch.bfloat16, seed=0, grad=False):

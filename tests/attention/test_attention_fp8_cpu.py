@@ -6,15 +6,9 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 FLOAT8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def make(length=9, heads=2, d=16, batch=3, seed=0):

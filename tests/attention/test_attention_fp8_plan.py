@@ -2,17 +2,12 @@
 """The checks and the choice of kernel of float8_e4m3fn attention: no PyTorch, no GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 NO_LIMIT = -1
 FLOAT8 = "float8_e4m3fn"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, shape=(2, 300, 8, 128), keys=(300, 8), *, left=-1, right=-1, softcap=0.0, **given):

@@ -8,7 +8,7 @@ from support.paged import make, random_trees, wide
 import tiercel
 from tiercel import ref
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 FLOAT8 = torch.float8_e4m3fn
 LENGTHS = [(2, 9), (0, 4), (1, 17), (7, 7), (3, 0), (1, 1)]
@@ -16,12 +16,6 @@ NAMES = (
     *("q", "k_cache", "v_cache", "page_table", "seqused_k"),
     *("cu_seqlens_q", "max_seqlen_q"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def gathered(cache, table, length):

@@ -2,18 +2,13 @@
 """paged_attention's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 import tiercel
 from tiercel import _C
 
 MOST = 2**29 - 1  # rows
 FLOAT8 = "float8_e4m3fn"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(

@@ -7,17 +7,11 @@ import torch
 import tiercel
 from tiercel.ops.attention import forward
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 OPTIONS = [{}, {"causal": True}, {"softcap": 2.0, "causal": True}, {"window": (3, 1)}]
 SINKS = torch.tensor([-torch.inf, 0.0, 2.0, 30.0])
 STARTS = [torch.tensor(x, dtype=torch.int32) for x in ((1, 5, 5, 9), (0, 6, 8, 12))]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def draw(seq_q=9, seq_k=12, dtype=torch.bfloat16):

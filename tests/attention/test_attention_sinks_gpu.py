@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.attention import compare
 
 import tiercel
 from tiercel.ops.attention.reference import sinks_backward
@@ -23,13 +24,6 @@ def draw(batch, seq_q, seq_k, d, dtype=torch.bfloat16):
     """q, k, v and a gradient, of four heads of queries and two of keys."""
     shapes = ((seq_q, 4), (seq_k, 2), (seq_k, 2), (seq_q, 4))
     return [rand(batch, *shape, d, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
-
-
-def compare(result, lse, truth, sums):
-    unit = torch.finfo(result.dtype).eps / 2
-    error = (result.double() - truth).abs()
-    assert error.max() <= 8 * unit, error.max().item() / unit
-    torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.sanitize

@@ -2,14 +2,9 @@
 """The checks of the sinks' gradients and their launch: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def arguments(make, shape=(2, 300, 8, 64), dtype="bfloat16", **given):

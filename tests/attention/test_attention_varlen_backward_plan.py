@@ -2,17 +2,12 @@
 """attention_varlen_backward's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 
 NO_LIMIT = -1
 MOST = 2**29 - 1  # rows
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def arguments(

@@ -8,14 +8,8 @@ import tiercel
 from tiercel.ops.attention import forward
 from tiercel.ops.attention.reference import attention_varlen_backward
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 NONE = torch.zeros(0, dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def starts(*lengths):

@@ -2,16 +2,11 @@
 """causal_conv1d's checks and its choice of a launch: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, *shape, dtype="bfloat16", width=4, **given):

@@ -6,13 +6,7 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def problem(batch=2, tokens=5, heads=(1, 2), sizes=(8, 4), channels=False):

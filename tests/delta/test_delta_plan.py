@@ -2,14 +2,9 @@
 """The gated delta rule's checks and launches: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def inputs(make, batch, tokens, heads, sizes, dtype):

@@ -5,32 +5,13 @@ import itertools
 
 import pytest
 import torch
+from support.attention import UNLIMITED, compare, draw, limits
 from support.emulator import kernels
 from support.emulator import options as running
 
 import tiercel
 
 pytestmark = pytest.mark.torch
-
-UNLIMITED = -1
-
-
-def limits(options):
-    left, right = options.get("window", (UNLIMITED, UNLIMITED))
-    return left, 0 if options.get("causal") else right
-
-
-def compare(result, lse, truth, sums):
-    """As the tests on a GPU ask."""
-    unit = torch.finfo(result.dtype).eps / 2
-    error = (result.double() - truth).abs()
-    assert error.max() <= 8 * unit, error.max().item() / unit
-    torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=2e-5)
-
-
-def draw(dtype, *shapes):
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def check(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, expected="", d_v=None, **options):

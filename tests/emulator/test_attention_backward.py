@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.attention import compare_gradients, limits
 from support.emulator import kernels
 from support.emulator import options as running
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,16 +13,12 @@ from tiercel.ops.attention.reference import attention_backward as reference
 
 pytestmark = pytest.mark.torch
 
-UNLIMITED = -1
-
 
 def gradients(tensors, deterministic=False, **options):
     """(dq, dk, dv), which were NaN before."""
-    left, right = options.get("window", (UNLIMITED, UNLIMITED))
-    right = 0 if options.get("causal") else right
     scale = tensors[1].shape[-1] ** -0.5
     found = [torch.full_like(x, torch.nan) for x in tensors[1:4]]
-    rest = (left, right, scale, options.get("softcap", 0.0), deterministic)
+    rest = (*limits(options), scale, options.get("softcap", 0.0), deterministic)
     size = kernels.attention_backward_plan(*tensors, *found, None, *rest)["workspace"]
     kernels.attention_backward(*tensors, *found, torch.full((size,), torch.nan), *rest)
     return found
@@ -45,21 +42,10 @@ def draw(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, with_lse=False, **
     return (grad, q, k, v, out.to(dtype), lse.float(), grad_lse), truth
 
 
-def compare(found, truth):
-    """As the tests on a GPU ask, in norms. Scores of queries that see one key have no gradient:
-    what is left of two equal terms is their rounding, of values of about 1."""
-    for one, other in zip(found, truth, strict=True):
-        unit = torch.finfo(one.dtype).eps / 2
-        assert one.isfinite().all()
-        error, terms = (one.double() - other).norm(), found[0].numel() ** 0.5
-        size = other.norm() if other.norm() > 0.02 * terms else terms
-        assert error <= 4 * unit * size, (error / size / unit).item()
-
-
 def check(*sizes, **options):
     tensors, truth = draw(*sizes, **options)
     options.pop("with_lse", None)
-    compare(gradients(tensors, **options), truth)
+    compare_gradients(gradients(tensors, **options), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -132,7 +118,7 @@ def test_edges(sizes, options):
 def test_a_fixed_order(d, options):
     tensors, truth = draw(2, 200, 300, (2, 1), d, **options)
     found = gradients(tensors, deterministic=True, **options)
-    compare(found, truth)
+    compare_gradients(found, truth)
     again = gradients(tensors, deterministic=True, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
@@ -172,18 +158,18 @@ def test_strides(d):
     tensors, truth = draw(2, 100, 100, (2, 2), d)
     packed = torch.stack(tensors[1:4], dim=2).unbind(2)
     heads_first = ordered(tensors[0], 0, 2, 1, 3)
-    compare(gradients((heads_first, *packed, *tensors[4:])), truth)
+    compare_gradients(gradients((heads_first, *packed, *tensors[4:])), truth)
     # Each tensor has strides of its own, and entries alternate in memory.
     grad, q, k, v, out, *sums = tensors
     grad, q, k = ordered(grad, 1, 0, 2, 3), ordered(q, 2, 1, 0, 3), ordered(k, 1, 2, 0, 3)
-    compare(gradients((grad, q, k, v, ordered(out, 0, 2, 1, 3), *sums)), truth)
+    compare_gradients(gradients((grad, q, k, v, ordered(out, 0, 2, 1, 3), *sums)), truth)
 
 
 def test_strides_of_one_row():
     """A dimension of one row may have any stride."""
     tensors, truth = draw(3, 1, 1, (2, 1), 256)
     strange = [x.as_strided(x.shape, (x.stride(0), 3, *x.stride()[2:])) for x in tensors[:5]]
-    compare(gradients((*strange, *tensors[5:])), truth)
+    compare_gradients(gradients((*strange, *tensors[5:])), truth)
 
 
 def test_next_to_foreign_rows():
@@ -194,4 +180,4 @@ def test_next_to_foreign_rows():
         wide = torch.full((3, x.shape[1] + 8, *x.shape[2:]), torch.nan, dtype=x.dtype)
         wide[:, 4:-4] = x
         grown.append(wide[:, 4:-4])
-    compare(gradients((*grown, *tensors[5:])), truth)
+    compare_gradients(gradients((*grown, *tensors[5:])), truth)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.attention import compare, draw, limits
 from support.emulator import kernels, sm90
 from support.emulator import options as running
 
@@ -11,26 +12,8 @@ from tiercel.ops.attention.reference import sinks_backward
 
 pytestmark = pytest.mark.torch
 
-UNLIMITED = -1
 SINKS = [[-torch.inf, 0.5], [4.0, -3.0], [1e30, 3e38], [-3e38, 100.0]]
 MASKS = [{}, {"causal": True}, {"window": (40, 5)}, {"softcap": 2.0, "causal": True}]
-
-
-def limits(options):
-    left, right = options.get("window", (UNLIMITED, UNLIMITED))
-    return left, 0 if options.get("causal") else right
-
-
-def compare(result, lse, truth, sums):
-    unit = torch.finfo(result.dtype).eps / 2
-    error = (result.double() - truth).abs()
-    assert error.max() <= 8 * unit, error.max().item() / unit
-    torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=2e-5)
-
-
-def draw(dtype, *shapes):
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def attend(q, k, v, sinks, with_lse=True, **options):

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.attention import compare_gradients, limits
 from support.emulator import kernels, sm90
 from support.emulator import options as running
 
@@ -10,8 +11,6 @@ import tiercel
 from tiercel.ops.attention.reference import attention_varlen_backward as reference
 
 pytestmark = pytest.mark.torch
-
-UNLIMITED = -1
 
 # Queries and keys of each sequence.
 LENGTHS = [
@@ -24,11 +23,9 @@ LENGTHS = [
 
 def gradients(tensors, deterministic=False, **options):
     """(dq, dk, dv), which were NaN before."""
-    left, right = options.get("window", (UNLIMITED, UNLIMITED))
-    right = 0 if options.get("causal") else right
     found = [torch.full_like(x, torch.nan) for x in tensors[1:4]]
     scale = tensors[1].shape[-1] ** -0.5
-    rest = (left, right, scale, options.get("softcap", 0.0), deterministic)
+    rest = (*limits(options), scale, options.get("softcap", 0.0), deterministic)
     packed = tensors[4].dim() == 1  # cu_seqlens
     name = "attention_varlen_backward" if packed else "attention_backward"
     size = getattr(kernels, f"{name}_plan")(*tensors, *found, None, *rest)["workspace"]
@@ -63,21 +60,11 @@ def draw(queries, keys, heads, d, dtype=torch.bfloat16, spare=(0, 0), with_lse=F
     return (grad, q, k, v, *starts, out.to(dtype), lse.float(), grad_lse), truth
 
 
-def compare(found, truth):
-    """Bounds of norms, those of tests/emulator/test_attention_backward.py."""
-    for one, other in zip(found, truth, strict=True):
-        unit = torch.finfo(one.dtype).eps / 2
-        assert one.isfinite().all()
-        error, terms = (one.double() - other).norm(), found[0].numel() ** 0.5
-        size = other.norm() if other.norm() > 0.02 * terms else terms
-        assert error <= 4 * unit * size, (error / size / unit).item()
-
-
 def check(*sizes, **options):
     tensors, truth = draw(*sizes, **options)
     for name in ("with_lse", "spare"):
         options.pop(name, None)
-    compare(gradients(tensors, **options), truth)
+    compare_gradients(gradients(tensors, **options), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -129,7 +116,7 @@ def test_rows_in_no_sequence(options, spare, d):
     v[: starts_k[0]] = v[starts_k[-1] :] = torch.nan
     assert (lse[:, : spare[0]] == -torch.inf).all()
     found = gradients(tensors, **options)
-    compare(found, truth)
+    compare_gradients(found, truth)
     for gradient, starts in zip(found, (starts_q, starts_k, starts_k), strict=True):
         assert (gradient[: starts[0]] == 0).all() and (gradient[starts[-1] :] == 0).all()
 
@@ -162,7 +149,7 @@ def test_beside_nans():
         tensor[100:150] = torch.nan
     for one, other in zip(gradients(tensors), truth, strict=True):
         for rows in (slice(100), slice(150, None)):
-            compare([one[rows]], [other[rows]])
+            compare_gradients([one[rows]], [other[rows]])
         assert one[100:150].isnan().any()
 
 
@@ -177,7 +164,7 @@ def test_more_sequences_than_threads_list_at_a_time():
 def test_warps_in_other_orders(d, seed, deterministic):
     tensors, truth = draw([200, 60, 1], [140, 200, 5], (2, 1), d, causal=True)
     with running(seed=seed):
-        compare(gradients(tensors, deterministic=deterministic, causal=True), truth)
+        compare_gradients(gradients(tensors, deterministic=deterministic, causal=True), truth)
 
 
 def test_strides():
@@ -185,7 +172,7 @@ def test_strides():
     packed = torch.stack(tensors[1:4], dim=1).unbind(1)
     heads_first = tensors[0].transpose(0, 1).contiguous().transpose(0, 1)
     apart = [torch.stack([x, x * 0 - 7], dim=1)[:, 0] for x in tensors[4:6]]
-    compare(gradients((heads_first, *packed, *apart, *tensors[6:])), truth)
+    compare_gradients(gradients((heads_first, *packed, *apart, *tensors[6:])), truth)
 
 
 @pytest.mark.parametrize("sequences", [0, 2])

@@ -4,6 +4,7 @@
 import pytest
 import torch
 from support.emulator import kernels, options, plan, sm90
+from support.experts import expert_data
 from torch.nn import functional
 
 from tiercel import ref
@@ -20,22 +21,6 @@ ACTIVATIONS = (
 REST = (None, 0, None, None)  # topk_ids, experts, scales
 UNROUTED = (None, None, None)
 NAMES = ("silu", "gelu", "relu", "gelu_residual")
-
-
-def data(tokens, experts, k, hidden, inner, dtype=torch.bfloat16, everywhere=None):
-    generator = torch.Generator().manual_seed(11)
-
-    def random(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
-
-    ids = torch.rand(tokens, everywhere or experts, generator=generator).topk(k).indices.int()
-    return (
-        random(tokens, hidden),
-        random(experts, 2 * inner, hidden, scale=hidden**-0.5),
-        random(experts, hidden, inner, scale=inner**-0.5),
-        torch.rand(tokens, k, generator=generator),
-        ids,
-    )
 
 
 def assert_rounded(got, due):
@@ -60,7 +45,7 @@ def check_halves(
 ):
     """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken and of
     what is stored. `elsewhere`: an expert of another device, whose weights are not to be met."""
-    x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
+    x, w_up, w_down, weights, ids = expert_data(tokens, experts, k, hidden, inner, dtype)
     routing, rest = UNROUTED, REST
     if change is None:
         routing = ref.moe_align_block_size(ids, block, experts)
@@ -225,7 +210,7 @@ def check_float8(
     lists=True,
 ):
     """`elsewhere`: an expert of another device. Without `lists` the kernels route."""
-    x, w_up, w_down, weights, ids = data(tokens, 3, 2, hidden, inner, torch.float32)
+    x, w_up, w_down, weights, ids = expert_data(tokens, 3, 2, hidden, inner, torch.float32)
     routing, named = ref.moe_align_block_size(ids, block, 3), (None, 0)
     if counters:
         zeros = torch.zeros(2 + len(routing[1]), dtype=torch.int32)
@@ -288,7 +273,7 @@ def test_float8_with_scales_of_blocks(tokens, multiprocessors, block, tile):
 
 
 def check_scales_of_blocks(tokens, block, tile):
-    x, w_up, w_down, weights, ids = data(tokens, 3, 2, 384, 256, torch.float32)
+    x, w_up, w_down, weights, ids = expert_data(tokens, 3, 2, 384, 256, torch.float32)
     routing = ref.moe_align_block_size(ids, block, 3)
     zeros = torch.zeros(2 + len(routing[1]), dtype=torch.int32)
     routing = (*routing[:2], torch.cat([routing[2], zeros]))
@@ -312,7 +297,7 @@ def check_scales_of_blocks(tokens, block, tile):
 def in_order(tokens, inner, special=None):
     """moe_up's arguments in the routing's order, for float8 with scales of blocks; and how many
     rows it has."""
-    x, w_up, _, _, ids = data(tokens, 3, 2, 256, inner, torch.float32)
+    x, w_up, _, _, ids = expert_data(tokens, 3, 2, 256, inner, torch.float32)
     if special is not None:
         x[0, 0] = special
     routing = ref.moe_align_block_size(ids, 128, 3)
@@ -362,7 +347,7 @@ def test_scales_of_the_result_that_do_not_fit():
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
 def test_float8_halves_as_operators(granularity):
-    x, w_up, w_down, weights, ids = data(40, 3, 2, 384, 256)
+    x, w_up, w_down, weights, ids = expert_data(40, 3, 2, 384, 256)
     routing = ref.moe_align_block_size(ids, 64, 3)
     made = []
     for w in (w_up, w_down):
@@ -401,7 +386,7 @@ def test_columns_that_are_stored_are_counted():
 # blocks of 128.
 @pytest.mark.parametrize(("tokens", "share"), [(3, True), (3, False), (100, False), (300, False)])
 def test_float8_blocks_whole(tokens, share, mixed):
-    x, w_up, w_down, weights, ids = data(tokens, 4, 2, 256, 128)
+    x, w_up, w_down, weights, ids = expert_data(tokens, 4, 2, 256, 128)
     (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
     if mixed == "up":
         up_scale = up_scale[:, :1, 0].contiguous()
@@ -429,7 +414,7 @@ def test_float8_blocks_in_turns(lazy, seed, elsewhere):
     half, whatever the order of copies and warps."""
     expert_map = torch.tensor([0, -1, 1, 2, 3], dtype=torch.int32) if elsewhere else None
     everywhere = 5 if elsewhere else None
-    x, w_up, w_down, weights, ids = data(300, 4, 2, 384, 768, everywhere=everywhere)
+    x, w_up, w_down, weights, ids = expert_data(300, 4, 2, 384, 768, everywhere=everywhere)
     (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
     with options(lazy=lazy, seed=seed, multiprocessors=3):
         given = (x, w_up, w_down, up_scale, down_scale, weights, ids, expert_map)
@@ -438,7 +423,7 @@ def test_float8_blocks_in_turns(lazy, seed, elsewhere):
 
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_float8_whole(tokens):
-    *values, ids = data(tokens, 4, 2, 208, 144)
+    *values, ids = expert_data(tokens, 4, 2, 208, 144)
     values = (values[0], *(v.float() for v in values[1:3]), *values[3:], ids)
     (w_up, up_scale), (w_down, down_scale) = float8(values[1], 2), float8(values[2], 2)
     options = ("silu", None, up_scale, down_scale, None)
@@ -470,7 +455,7 @@ def test_no_order_of_copies_and_warps_matters(lazy, seed, block, tile):
     ("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2), (400, 5, 2)]
 )
 def test_whole(tokens, experts, k):
-    values = data(tokens, experts, k, 200, 136)
+    values = expert_data(tokens, experts, k, 200, 136)
     assert_whole(sm90("fused_moe")(*values, "gelu", None, None, None, None), values, "gelu")
 
 
@@ -486,7 +471,7 @@ def assert_whole(got, values, activation, expert_map=None):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_elsewhere_and_ids_of_none(tokens, dtype):
     expert_map = torch.tensor([0, -1, 1, -1, 2, 3], dtype=torch.int32)
-    *values, ids = data(tokens, 4, 2, 128, 136, everywhere=6)
+    *values, ids = expert_data(tokens, 4, 2, 128, 136, everywhere=6)
     values = (*values, ids.to(dtype))
     values[4][0, 0], values[4][8, 1] = -1, 6
     if dtype == torch.int64:

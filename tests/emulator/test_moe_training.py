@@ -5,6 +5,7 @@ grouped products between them."""
 import pytest
 import torch
 from support.emulator import kernels, options, sm90
+from support.experts import expert_data
 
 from tiercel.ops.moe import reference as ref
 
@@ -12,22 +13,6 @@ pytestmark = pytest.mark.torch
 
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
 ALL = (True, True, True, True)
-
-
-def data(tokens, experts, k, hidden, inner, dtype=torch.bfloat16, everywhere=None):
-    generator = torch.Generator().manual_seed(11)
-
-    def random(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
-
-    ids = torch.rand(tokens, everywhere or experts, generator=generator).topk(k).indices.int()
-    return (
-        random(tokens, hidden),
-        random(experts, 2 * inner, hidden, scale=hidden**-0.5),
-        random(experts, hidden, inner, scale=inner**-0.5),
-        torch.rand(tokens, k, generator=generator),
-        ids,
-    )
 
 
 def exact(values, grad, activation, expert_map=None):
@@ -71,12 +56,12 @@ def check(values, activation="silu", expert_map=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, dtype):
-    check(data(20, 3, 2, 72, 40, dtype), activation)
+    check(expert_data(20, 3, 2, 72, 40, dtype), activation)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_ids_of_no_expert_and_experts_of_no_token(index):
-    *values, ids = data(30, 4, 2, 72, 264)
+    *values, ids = expert_data(30, 4, 2, 72, 264)
     ids = torch.where(ids == 2, 0, ids).to(index)
     ids[3, 0], ids[4], ids[9, 1] = -1, 4, 2**31 - 1
     found, places, offsets = check((*values, ids))
@@ -89,21 +74,21 @@ def test_ids_of_no_expert_and_experts_of_no_token(index):
 
 def test_experts_elsewhere():
     expert_map = torch.tensor([2, -1, 0, 7, 1], dtype=torch.int32)
-    values = data(25, 3, 3, 64, 32, everywhere=5)
+    values = expert_data(25, 3, 3, 64, 32, everywhere=5)
     _, places, offsets = check(values, expert_map=expert_map)
     due = ref._places(values[4], 3, expert_map)
     assert torch.equal(places, due[0]) and torch.equal(offsets, due[1])
 
 
 def test_all_tokens_at_one_expert():
-    *values, ids = data(70, 3, 1, 136, 72)
+    *values, ids = expert_data(70, 3, 1, 136, 72)
     check((*values, ids * 0 + 1))
 
 
 def test_few_and_many():
-    check(data(1, 5, 4, 8, 8))
-    check(data(3, 2, 2, 2056, 16), "gelu")  # a row of several blocks
-    *values, ids = data(0, 3, 2, 64, 32)
+    check(expert_data(1, 5, 4, 8, 8))
+    check(expert_data(3, 2, 2, 2056, 16), "gelu")  # a row of several blocks
+    *values, ids = expert_data(0, 3, 2, 64, 32)
     found, _, offsets = check((*values, ids))
     assert not any(t.any() for t in found) and not offsets.any()
 
@@ -111,11 +96,11 @@ def test_few_and_many():
 @pytest.mark.parametrize("lazy", [False, True])
 def test_no_order_of_warps_matters(lazy):
     with options(lazy=lazy, seed=3):
-        check(data(40, 3, 2, 72, 136))
+        check(expert_data(40, 3, 2, 72, 136))
 
 
 def test_a_gradient_that_is_one_number():
-    x, *rest, ids = data(12, 3, 2, 64, 32)
+    x, *rest, ids = expert_data(12, 3, 2, 64, 32)
     back, grad = sm90("fused_moe_backward"), torch.ones(1, 1).bfloat16().expand(12, 64)
     more = (x, *rest, ids)
     found = [
@@ -128,7 +113,7 @@ def test_a_gradient_that_is_one_number():
 
 @pytest.mark.parametrize("wanted", range(4))
 def test_one_gradient(wanted):
-    x, *rest, ids = data(12, 3, 2, 64, 32)
+    x, *rest, ids = expert_data(12, 3, 2, 64, 32)
     back, grad = sm90("fused_moe_backward"), torch.ones(12, 64).bfloat16()
     flags = [i == wanted for i in range(4)]
     every = back(x, grad, *rest, ids, None, None, None, "silu", None, *ALL, False, None)

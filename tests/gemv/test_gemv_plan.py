@@ -6,16 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 E4M3, E2M1 = "float8_e4m3fn", "float4_e2m1fn_x2"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def outermost_last(make, m, n, batches, dtype, **options):

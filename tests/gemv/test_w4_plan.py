@@ -2,7 +2,7 @@
 """The launcher of w4_linear: it needs neither PyTorch nor a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 import tiercel
 from tiercel import _C
@@ -10,11 +10,6 @@ from tiercel import _C
 E4M3 = "float8_e4m3fn"
 NVFP4, MXFP4, INT4 = range(3)
 NONE, SILU = 0, 2
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def w4(make, kind=MXFP4, tokens=64, features=256, k=512, activation=NONE, tiles=(), **changes):

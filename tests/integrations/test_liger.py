@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-import tiercel
 from tiercel.integrations import liger
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 ROWS, HIDDEN, CLASSES = 9, 16, 31
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def problem():

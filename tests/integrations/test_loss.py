@@ -10,17 +10,10 @@ import transformers
 from support.tiny_models import MODELS, config, make, tokens
 from torch import nn
 
-import tiercel
 import tiercel.integrations.transformers as door
 from tiercel.integrations.transformers.loss import use_linear_loss
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def labelled():

@@ -7,15 +7,9 @@ from torch.nn import functional
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 M, N, K = 5, 200, 304  # blocks that are not whole: 2 by 3 of the weight
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def layer(m=M, n=N, k=K):

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 FLOAT8 = torch.float8_e4m3fn
 ACTIVATIONS = {
@@ -17,12 +17,6 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 M, N, K = 5, 24, 48
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def layer():

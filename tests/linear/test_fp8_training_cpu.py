@@ -8,15 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 N, K, BATCH, ROWS = 40, 200, 2, 67  # 134 tokens: 128 and 6
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def layer(dtype=torch.bfloat16):

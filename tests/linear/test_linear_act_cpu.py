@@ -11,7 +11,7 @@ import tiercel
 from tiercel.core import platform
 from tiercel.ops.linear.kernels import LINEAR_ACT
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 ACTIVATIONS = {
     "none": lambda x: x,
@@ -21,12 +21,6 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def make(*shape, dtype=torch.bfloat16, seed=0, grad=False):

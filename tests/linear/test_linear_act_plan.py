@@ -2,16 +2,11 @@
 """linear_act's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 NONE, RELU, SILU, GELU, GELU_TANH = range(5)
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, m, n, k, *, bias=True, activation=GELU, dtype="bfloat16", **x):

@@ -2,16 +2,11 @@
 """The checks and choices of fp8_linear_weight_grad's launcher, without PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 E4M3 = "float8_e4m3fn"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, n=64, k=16, tokens=144, add=False, **changes):

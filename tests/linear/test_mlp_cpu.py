@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 ACTIVATIONS = {
     "none": lambda x: x,
@@ -19,12 +19,6 @@ ACTIVATIONS = {
 }
 GATES = ["silu", "gelu", "gelu_tanh"]
 M, N, K = 5, 24, 16
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def make(*shape, seed=0, dtype=torch.bfloat16, grad=False):

@@ -9,16 +9,10 @@ from torch.nn import functional
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REDUCTIONS = ("none", "mean", "sum")
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def problem(rows=6, classes=37, dtype=torch.float32, seed=0):

@@ -10,15 +10,9 @@ from support.mla import SCALE, make
 import tiercel
 from tiercel import ref
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 FLOAT8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def row_by_row(q, cache, table, lengths, scale, d_v=512):

@@ -8,13 +8,7 @@ from support.mla import SCALE, make_indexer, make_sparse, narrowed_rows
 import tiercel
 from tiercel import ref
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def entry_by_entry(q, cache, indices, scale, d_v=512):

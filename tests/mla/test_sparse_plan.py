@@ -2,16 +2,11 @@
 """Sparse latent attention's checks and launches: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 SCALE = 192**-0.5
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make=ExchangeTensor, shape=(64, 16, 576), dtype="bfloat16", entries=2048, **given):

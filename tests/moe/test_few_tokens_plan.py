@@ -3,18 +3,13 @@
 
 import pytest
 from support import few_tokens
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 from support.few_tokens import E4M3
 
 from tiercel import _C
 from tiercel.ops.moe.tiling import fits_single_launch
 
 T, E, K, H, I = 4, 64, 8, 2048, 1024  # noqa: E741
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, tokens=T, experts=E, k=K, hidden=H, i=I, of="rows", **changes):

@@ -9,13 +9,7 @@ from tiercel.core import index_checks
 from tiercel.core.op import ops
 from tiercel.core.spec import Call
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def data(rows=20, groups=4, columns=136, k=272):

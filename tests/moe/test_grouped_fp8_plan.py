@@ -2,17 +2,11 @@
 """The launcher of grouped_gemm with float8 operands: checks and plans, without PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 
 from tiercel import _C
 
 M, E, C, N, K = 1000, 4, 96, 320, 272
 FLOAT8 = "float8_e4m3fn"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, masked=False, m=M, e=E, c=C, n=N, k=K, index="int32", expected=0, **changes):

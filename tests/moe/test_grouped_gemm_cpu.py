@@ -6,13 +6,7 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def data(rows=20, groups=4, columns=16, k=24, dtype=torch.bfloat16):

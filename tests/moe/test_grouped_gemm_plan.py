@@ -2,17 +2,11 @@
 """grouped_gemm's launcher: checks and plans, without PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 
 from tiercel import _C
 
 PLAIN, OF_X, OF_WEIGHT = range(3)
 M, E, N, K = 1000, 4, 320, 136
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, kind, m=M, e=E, n=N, k=K, dtype="bfloat16", index="int32", **changes):

@@ -8,7 +8,7 @@ from torch.nn import functional
 import tiercel
 from tiercel.ops.moe.tiling import SINGLE_LAUNCH, block_size, choose, from_config
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 ACTIVATIONS = {
     "silu": lambda a, b: functional.silu(a) * b,
@@ -16,12 +16,6 @@ ACTIVATIONS = {
     "relu": lambda a, b: functional.relu(a) * b,
     "gelu_residual": lambda a, b: functional.gelu(a) * (b + 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def data(tokens=5, experts=4, k=2, hidden=16, inner=24, dtype=torch.bfloat16):

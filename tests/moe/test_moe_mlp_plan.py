@@ -2,16 +2,11 @@
 """The launchers of moe_up and moe_down: checks and plans, without PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 
 T, E, K, H, I = 5, 4, 2, 384, 320  # noqa: E741
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def routing(make, elements, experts, block):

@@ -8,16 +8,10 @@ import torch._dynamo.testing
 import tiercel
 from tiercel.ops.moe import reference as ref
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
 NAMES = ("x", "w_up", "w_down", "topk_weights")
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def data(tokens=7, experts=4, k=2, hidden=16, inner=24, dtype=torch.bfloat16):

@@ -2,18 +2,13 @@
 """The launcher of w4_moe: it needs neither PyTorch nor a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 import tiercel
 from tiercel import _C
 
 NVFP4, MXFP4, INT4 = range(3)
 SILU, RELU_SQUARED = 0, 4
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, half="up", kind=MXFP4, tokens=64, block=32, activation=SILU, **changes):

@@ -7,16 +7,10 @@ from torch.nn import functional
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = ["rms_norm", "layer_norm"]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 @pytest.fixture(params=OPS)

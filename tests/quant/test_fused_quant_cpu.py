@@ -6,15 +6,9 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 GRANULARITIES = ["tensor", "row", "1x128"]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def to_write(rows, columns, granularity):

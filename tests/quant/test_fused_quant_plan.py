@@ -3,18 +3,13 @@
 without a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 TENSOR, ROW, GROUP, BLOCK = range(4)
 E4M3 = "float8_e4m3fn"
 SHAPES = [lambda t, n: (1, 1), lambda t, n: (t, 1), lambda t, n: (t, -(-n // 128))]
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def norm(make, rows=6, columns=256, granularity=ROW, dtype="bfloat16", **changes):

@@ -8,16 +8,10 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 GRANULARITIES = {"tensor": None, "row": (1, None), "1x128": (1, 128), "128x128": (128, 128)}
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def random(*shape, dtype=torch.bfloat16):

@@ -2,18 +2,13 @@
 """The quantising launchers' checks and choices: they need neither PyTorch nor a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TENSOR, ROW, GROUP, BLOCK = range(4)
 E4M3, E2M1 = "float8_e4m3fn", "float4_e2m1fn_x2"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def scale_shape(rows, columns, granularity):

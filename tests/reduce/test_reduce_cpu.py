@@ -8,16 +8,10 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = ["sum", "mean", "max", "amax"]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def draw(*shape, dtype=torch.float32):

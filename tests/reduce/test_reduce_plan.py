@@ -5,17 +5,12 @@ import itertools
 import math
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SUM, MEAN, MAX = 0, 1, 2
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, *shape, dim=-1, op=SUM, dtype="bfloat16", out_dtype=None, **x):

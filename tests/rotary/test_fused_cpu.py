@@ -6,13 +6,7 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def make(tokens=5, heads=4, kv_heads=2, size=16, rotated=16, dtype=torch.bfloat16):

@@ -2,16 +2,11 @@
 """The checks and the choice of kernel of qk_norm_rope_cache: without PyTorch and without a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 FP8 = "float8_e4m3fn"
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def call(make, tokens=6, heads=4, kv_heads=2, size=64, rotated=64, dtype="bfloat16", **changes):

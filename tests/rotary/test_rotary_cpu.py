@@ -8,13 +8,7 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def make(tokens=5, heads=3, kv_heads=2, size=8, rotated=8, dtype=torch.float32, rows=20):

@@ -3,14 +3,9 @@
 without a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def rotary(make, tokens=6, heads=4, kv_heads=2, size=64, rotated=64, dtype="bfloat16", **changes):

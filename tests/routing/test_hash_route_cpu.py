@@ -9,15 +9,9 @@ import torch
 import tiercel
 from tiercel.core.dispatch import variants
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 SCORING = ["softmax", "sigmoid", "sqrtsoftplus"]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def problem(rows=9, experts=16, k=4, tokens=20, seed=0):

@@ -7,13 +7,7 @@ from support.align_truth import by_definition, by_sorting, every_second, random_
 
 import tiercel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def assert_aligned(ids, block_size, experts, expert_map=None, pad=False, ignore=False):
@@ -67,9 +61,6 @@ def test_stray_ids_are_left_out():
     assert_aligned(torch.tensor([[2**32 + 1, 1], [-(2**40), 0]]), 2, 8)
     assert_aligned(torch.full((5, 2), -1), 4, 8)
     assert_aligned(torch.full((5, 2), 3), 4, 8)  # the same expert twice
-
-
-LISTS = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
 
 def outputs(tokens=4, k=2, experts=8, block_size=4, extra=0):

@@ -2,14 +2,9 @@
 """Checks and plans of moe_align_block_size, topk_softmax_align and moe_sum: no PyTorch, no GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def slots_for(numel, experts, block_size):

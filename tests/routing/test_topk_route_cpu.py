@@ -10,15 +10,9 @@ from support.truth import selected
 import tiercel
 from tiercel.ops.routing.plain_route import activated, exp_of_negative
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 SCORING = ["softmax", "sigmoid", "sqrtsoftplus"]
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def by_definition(row, bias, k, *, scoring, n_group, topk_group, renormalize, scaling_factor):

@@ -8,17 +8,11 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 OPTIONS = [(first, renormalize) for first in (True, False) for renormalize in (True, False)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = math.inf, math.nan
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def brute_force(row, k, softmax_first, renormalize):

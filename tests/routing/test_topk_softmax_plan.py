@@ -2,16 +2,11 @@
 """topk_softmax's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 SCORE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, rows, experts, k, *, options=(True, False), indices="int32", **scores):

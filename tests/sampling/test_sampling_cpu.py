@@ -10,13 +10,7 @@ import tiercel
 from tiercel import ref
 from tiercel.ops.sampling.reference import kept_weights, penalised, philox
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 def signed(value):

@@ -2,7 +2,7 @@
 """sample's checks and its choice of a launch: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 
@@ -13,11 +13,6 @@ TABLES = ("counts", "prompt", "allowed")
 NUMBERS = (1.0, 0, 1.0, 0.1, 0, 0, 1.0, 0.0, 0.0)
 PLAIN = (1.0, 0, 1.0, 0.0, 0, 0, 1.0, 0.0, 0.0)
 WHOLE = {"top_ks": "int32", "seeds": "int64", "offsets": "int64"}
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, rows, columns, dtype="bfloat16", numbers=NUMBERS, **given):

@@ -8,13 +8,7 @@ from support.draft import assert_lossless, assert_tree_lossless
 import tiercel
 from tiercel.core.dispatch import variants
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 
 @pytest.mark.parametrize("certain", [False, True])

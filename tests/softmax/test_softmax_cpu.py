@@ -6,17 +6,11 @@ import torch
 
 import tiercel
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 OPS = {"softmax_online": torch.softmax, "log_softmax": torch.log_softmax}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF = float("inf")
-
-
-@pytest.fixture(autouse=True)
-def _on_ref():
-    with tiercel.use_backend("ref"):
-        yield
 
 
 def rand(*shape, dtype=torch.float32, seed=0, grad=False):

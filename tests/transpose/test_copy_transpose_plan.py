@@ -2,17 +2,12 @@
 """copy_transpose's checks and its choice of kernel: neither needs PyTorch or a GPU."""
 
 import pytest
-from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
 SIZES = {"int8": 1, "uint8": 1, "bool": 1, "bfloat16": 2, "float16": 2, "int16": 2}
 SIZES |= {"float32": 4, "int32": 4}
-
-
-@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
-def make(request):
-    return request.param
 
 
 def plan(make, *shape, tile=0, dtype="bfloat16", out_address=ADDRESS, **x):

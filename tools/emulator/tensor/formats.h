@@ -152,21 +152,6 @@ inline float from_f16(uint16_t bits) {
 
 inline uint16_t to_f16(float x) { return static_cast<uint16_t>(encode(x, kFormatF16)); }
 
-inline float from_e4m3(uint8_t bits) { return decode(bits, kFormatE4m3); }
-inline float from_e5m2(uint8_t bits) { return decode(bits, kFormatE5m2); }
-inline float from_e2m1(uint8_t bits) { return decode(bits & 0xfu, kFormatE2m1); }
-
-// cvt to 8 and 4 bits always has .satfinite.
-inline uint8_t to_e4m3(float x, Round round = Round::rn) {
-  return static_cast<uint8_t>(encode(x, kFormatE4m3, round, true));
-}
-inline uint8_t to_e5m2(float x, Round round = Round::rn) {
-  return static_cast<uint8_t>(encode(x, kFormatE5m2, round, true));
-}
-inline uint8_t to_e2m1(float x, Round round = Round::rn) {
-  return static_cast<uint8_t>(encode(x, kFormatE2m1, round, true));
-}
-
 // A tf32 is a float whose low 13 bits are not read.
 inline uint32_t to_tf32(float x, Round round = Round::rna, bool satfinite = false) {
   if (std::isnan(x)) return kFormatF32.nan;

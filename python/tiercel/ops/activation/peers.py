@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tiercel.ops.activation.cases import OPS, empty_output, options
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported
 from tiercel.workbench.bench.peers import vllm
 
@@ -63,28 +64,15 @@ def _by_hand(op: str, case: Any, gated: bool) -> Callable[..., tuple[Any, ...]]:
     return run
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
-def _compile(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    if key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[key] = torch.compile(function, dynamic=False, fullgraph=True)
-    return _last[key]
-
-
 def _torch(op: str, is_backward: bool, compiled: bool, case: Any, inputs: Inputs) -> Launch:
     gated = op.endswith("_and_mul")
     x, up = inputs["x"], inputs["up"]
     if is_backward:
         gradients = _by_hand(op, case, gated)
-        run = _compile(case.key, gradients) if compiled else gradients
+        run = compiled_for(case, gradients) if compiled else gradients
         return Launch(lambda: run(inputs["grad"], x, up))
     plain = partial(forward, _function(op, case), gated)
-    call = _compile(case.key, plain) if compiled else plain
+    call = compiled_for(case, plain) if compiled else plain
     return Launch(lambda: (call(x, up, inputs["scale"]),))
 
 

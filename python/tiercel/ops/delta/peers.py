@@ -6,11 +6,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported, in_place
 
 _LEAST_GATE = -5.0  # the bound of Kimi's models, below every gate of the bench
-
-_last: dict[Any, Any] = {}  # one compilation for all inputs of a case
 
 
 def _step(q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any, indices: Any) -> Any:
@@ -51,13 +50,7 @@ def _eager(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
-    import torch
-
-    if case.key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[case.key] = torch.compile(_step, dynamic=False, fullgraph=True)
-    return _launch(inputs, _last[case.key])
+    return _launch(inputs, compiled_for(case, _step))
 
 
 def fla(case: Any) -> Any:

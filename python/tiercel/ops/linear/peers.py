@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from tiercel.ops.linear.cases import activate, empty_output
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
@@ -27,22 +27,9 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: (linear_act(*arguments),))
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
 def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
-    import torch
-
-    if case.key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[case.key] = torch.compile(
-            linear_act,
-            dynamic=False,
-            fullgraph=True,
-            mode="max-autotune-no-cudagraphs",  # its own matrix products too
-        )
-    compiled = _last[case.key]
+    # Its own matrix products too.
+    compiled = compiled_for(case, linear_act, mode="max-autotune-no-cudagraphs")
     arguments = _arguments(case, inputs)
     return Launch(run=lambda: (compiled(*arguments),))
 

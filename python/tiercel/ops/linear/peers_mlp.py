@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercel.ops.linear.cases import activate
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported
 from tiercel.workbench.bench.peers.vllm import operator
 
@@ -160,19 +161,10 @@ def _torch(op: str) -> Callable[[Any, Inputs], Launch]:
     return prepare
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
 def _compiled(op: str) -> Callable[[Any, Inputs], Launch]:
     def prepare(case: Any, inputs: Inputs) -> Launch:
-        import torch
-
         function, arguments = _arguments(op, case, inputs)
-        if case.key not in _last:
-            torch._dynamo.reset()
-            _last.clear()
-            _last[case.key] = torch.compile(function, dynamic=False, fullgraph=True)
-        compiled = _last[case.key]
+        compiled = compiled_for(case, function)
         return Launch(run=lambda: compiled(*arguments))
 
     return prepare

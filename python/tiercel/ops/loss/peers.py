@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tiercel.ops.loss.cases import REDUCTION, loss_and_gradient, options_of
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported, WrongResult
 from tiercel.workbench.bench.ops import Error
 
@@ -28,21 +29,8 @@ def cross_entropy(logits: Any, target: Any, label_smoothing: float, softcap: Any
     )
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
-def compiled(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    if key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[key] = torch.compile(function, dynamic=False, fullgraph=True)
-    return _last[key]
-
-
 def _torch(gradient: bool, compile_it: bool, case: Any, inputs: Inputs) -> Launch:
-    function = compiled(case.key, cross_entropy) if compile_it else cross_entropy
+    function = compiled_for(case, cross_entropy) if compile_it else cross_entropy
 
     def loss(logits: Any) -> Any:
         return function(logits, inputs["target"], **options_of(case))

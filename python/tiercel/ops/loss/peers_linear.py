@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tiercel.ops.loss.cases_linear import step
-from tiercel.ops.loss.peers import compiled
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch
 
 Inputs = dict[str, Any]
@@ -29,7 +29,7 @@ def _launch(gradient: bool, loss: Callable[..., Any], inputs: Inputs) -> Launch:
 
 
 def _torch(gradient: bool, compile_it: bool, case: Any, inputs: Inputs) -> Launch:
-    loss = compiled(case.key, linear_cross_entropy) if compile_it else linear_cross_entropy
+    loss = compiled_for(case, linear_cross_entropy) if compile_it else linear_cross_entropy
     return _launch(gradient, loss, inputs)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tiercel.ops.norm.cases import EPS, check_norm, reference
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported, WrongResult
 
 Inputs = dict[str, Any]
@@ -49,21 +50,8 @@ def _torch(op: str, case: Any, inputs: Inputs) -> Launch:
     return Launch(run=lambda: function(*arguments))
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
-def _compile(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    if key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[key] = torch.compile(function, dynamic=False, fullgraph=True)
-    return _last[key]
-
-
 def _compiled(op: str, case: Any, inputs: Inputs) -> Launch:
-    compiled, arguments = _compile(case.key, _PLAIN[op]), _arguments(inputs)
+    compiled, arguments = compiled_for(case, _PLAIN[op]), _arguments(inputs)
     return Launch(run=lambda: compiled(*arguments))
 
 
@@ -81,7 +69,7 @@ def _formula(layer: bool, with_bias: bool) -> Callable[..., tuple[Any, ...]]:
 
 
 def _backward_compiled(op: str, case: Any, inputs: Inputs) -> Launch:
-    compiled = _compile(case.key, _formula(op == "layer_norm", case["bias"]))
+    compiled = compiled_for(case, _formula(op == "layer_norm", case["bias"]))
     arguments = tuple(inputs[name] for name in ("x", "weight", "grad", "grad_residual"))
     return Launch(run=lambda: compiled(*arguments))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercel.ops.quant.cases import fp8_out
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported
 from tiercel.workbench.bench.peers.vllm import operator
 
@@ -47,22 +48,9 @@ def nvfp4_dequantize(packed: Any, scale: Any, global_scale: Any, table: Any, dty
     return (values * total[..., None]).flatten(-2).to(dtype)
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
-def _compiled(case: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    if case.key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[case.key] = torch.compile(function, dynamic=False, fullgraph=True)
-    return _last[case.key]
-
-
 def _fp8(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
     def prepare(case: Any, inputs: dict[str, Any]) -> Launch:
-        function = _compiled(case, fp8_quantize) if compiled else fp8_quantize
+        function = compiled_for(case, fp8_quantize) if compiled else fp8_quantize
         scale = inputs["scale"] if case["scales"] == "static" else None
         arguments = (inputs["x"], inputs["granularity"], scale)
         return Launch(run=lambda: tuple(function(*arguments)))
@@ -80,7 +68,7 @@ def _fp8_transpose(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
     def prepare(case: Any, inputs: dict[str, Any]) -> Launch:
         function = fp8_quantize_transpose
         if compiled:
-            function = _compiled(case, fp8_quantize_transpose)
+            function = compiled_for(case, fp8_quantize_transpose)
         return Launch(run=lambda: tuple(function(inputs["x"], case["scales"])))
 
     return prepare
@@ -90,7 +78,7 @@ def _nvfp4(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
     def prepare(case: Any, inputs: dict[str, Any]) -> Launch:
         import torch
 
-        function = _compiled(case, nvfp4_quantize) if compiled else nvfp4_quantize
+        function = compiled_for(case, nvfp4_quantize) if compiled else nvfp4_quantize
         arguments = (inputs["x"], inputs["global_scale"])
 
         def run() -> tuple[Any, Any]:
@@ -108,7 +96,7 @@ def _from_nvfp4(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
 
         from tiercel.ops.quant import reference as ref
 
-        function = _compiled(case, nvfp4_dequantize) if compiled else nvfp4_dequantize
+        function = compiled_for(case, nvfp4_dequantize) if compiled else nvfp4_dequantize
         packed = inputs["q"].view(torch.uint8)
         table = torch.tensor([*ref._E2M1, *(-v for v in ref._E2M1)], device=packed.device)
         arguments = (packed, inputs["scale"], inputs["global_scale"], table, inputs["x"].dtype)

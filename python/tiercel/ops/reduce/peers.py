@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiercel.ops.reduce.cases import dim_of, reduced
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch
 
 
@@ -14,17 +15,8 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: (reduced(x, dim, by),))
 
 
-_last: dict[Any, Any] = {}  # one compilation for all inputs of a case
-
-
 def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
-    import torch
-
-    if case.key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[case.key] = torch.compile(reduced, dynamic=False, fullgraph=True)
-    compiled = _last[case.key]
+    compiled = compiled_for(case, reduced)
     x, dim, by = inputs["x"], dim_of(case), case["by"]
     return Launch(run=lambda: (compiled(x, dim, by),))
 

@@ -11,20 +11,9 @@ import importlib
 from typing import Any
 
 from tiercel.ops.rotary.cases import rotated
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported
 from tiercel.workbench.bench.peers.vllm import operator
-
-_last: dict[Any, Any] = {}  # one compilation for all inputs of a case
-
-
-def _compile(case: Any, function: Any) -> Any:
-    import torch
-
-    if case.key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[case.key] = torch.compile(function, dynamic=False, fullgraph=True)
-    return _last[case.key]
 
 
 def _rotary(case: Any, inputs: dict[str, Any]) -> Launch:
@@ -33,7 +22,7 @@ def _rotary(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _rotary_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
-    compiled = _compile(case, rotated)
+    compiled = compiled_for(case, rotated)
     values, interleaved = tuple(inputs.values()), case["style"] == "interleaved"
     return Launch(run=lambda: compiled(*values, interleaved))
 
@@ -66,7 +55,7 @@ def _kv(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _kv_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
-    compiled, values = _compile(case, written), tuple(inputs.values())
+    compiled, values = compiled_for(case, written), tuple(inputs.values())
     return Launch(run=lambda: compiled(*values))
 
 
@@ -132,7 +121,7 @@ def _fused(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _fused_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
-    compiled = _compile(case, fused)
+    compiled = compiled_for(case, fused)
     return Launch(run=lambda: compiled(inputs, case["style"] == "interleaved"))
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tiercel.ops.softmax.cases import OPS, empty_output, result_of, scale_of
+from tiercel.workbench.bench.compiled import compiled_for
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
 Inputs = dict[str, Any]
@@ -33,22 +34,9 @@ def backward(log: bool, grad: Any, y: Any) -> Any:
     return torch.ops.aten._softmax_backward_data(grad, y, -1, y.dtype)
 
 
-_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
-
-
-def _compile(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    if key not in _last:
-        torch._dynamo.reset()
-        _last.clear()
-        _last[key] = torch.compile(function, dynamic=False, fullgraph=True)
-    return _last[key]
-
-
 def _torch(op: str, is_backward: bool, compiled: bool, case: Any, inputs: Inputs) -> Launch:
     plain = partial(backward if is_backward else forward, op == "log_softmax")
-    run = _compile(case.key, plain) if compiled else plain
+    run = compiled_for(case, plain) if compiled else plain
     if is_backward:
         y = result_of(op, inputs)
         return Launch(lambda: (run(inputs["grad"], y),))
