@@ -170,9 +170,7 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
         is_there = ring.consumer_try_wait(read)
         warpgroup.wait_group(0)
         if const_expr(kernel.staggers and kernel.parts_of_w == 1):
-            cute.arch.inline_ptx(
-                f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + order == 0
-            )
+            cute.arch.inline_ptx(f"bar.arrive {_FIRST}, {_CONSUMERS};", predicate=step + order == 0)
         cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
         release(kernel, empty + done * 8, lane)
         more = step + 1 < steps
