@@ -135,6 +135,21 @@ def test_float8():
     torch.testing.assert_close(out.double(), due, rtol=5e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("d_v", [8, 24])
+def test_another_head_dimension_of_values(d_v):
+    """Each sequence as attention has it, and zeros in place of columns that values do not have."""
+    given = make(LENGTHS, d=16, d_v=d_v, dtype=torch.float64)
+    out, lse = tiercel.paged_attention(*given, return_lse=True)
+    assert out.shape[-1] == d_v
+    q, k, v, *rest = given
+    more = [torch.nn.functional.pad(x, (0, 24 - x.shape[-1])) for x in (q, k, v)]
+    due, sums = ref.paged_attention(*more, *rest, scale=16**-0.5, return_lse=True)
+    torch.testing.assert_close(out, due[..., :d_v])
+    torch.testing.assert_close(lse, sums)
+    place = torch.empty_like(out)
+    assert tiercel.paged_attention(*given, out=place) is place and torch.equal(place, out)
+
+
 def test_values_lse_and_out():
     given = make(LENGTHS, d=16)
     out, lse = tiercel.paged_attention(*given, return_lse=True)

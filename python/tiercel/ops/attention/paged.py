@@ -110,7 +110,9 @@ def paged_attention(
             are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
             for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64 and D at most
             256, or D is a multiple of 16 up to 128.
-        v_cache: The same.
+        v_cache: ``[pages, page size, Hk, Dv]``, the same; Dv is D mostly. The precompiled kernels
+            take another one where both are up to 256, the cache is not float8 and pages have 4 keys
+            or more: their tiles have as many columns as the larger one needs.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
             cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
         seqused_k: ``[B]`` int32, any stride: the keys of each sequence; more than the table has
@@ -142,11 +144,11 @@ def paged_attention(
             and in the batch-invariant mode bits may depend on it.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
             those of the sinks included.
-        out: ``[Tq, H, D]`` to write to, of the dtype and on the device of the result.
+        out: ``[Tq, H, Dv]`` to write to, of the dtype and on the device of the result.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of it
+        ``[Tq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of it
         and of ``[H, Tq]``, float32.
 
     Raises:
