@@ -21,9 +21,7 @@ def plan(given, **options):
 
 
 @pytest.mark.parametrize(("d", "d_v"), PAIRS)
-@pytest.mark.parametrize(
-    "options", [{}, {"window": (30, 5), "causal": False}, {"softcap": 5.0}]
-)
+@pytest.mark.parametrize("options", [{}, {"window": (30, 5), "causal": False}, {"softcap": 5.0}])
 def test_head_dimensions(d, d_v, options):
     given = make(LENGTHS, d=d, d_v=d_v, around=(3, 5))
     tiles = min(x for x in (64, 128, 256) if x >= max(d, d_v))

@@ -37,9 +37,7 @@ def call(given):
     plan = kernels.paged_attention_plan(*values)
     assert plan["combine"] != "none"
     with registered(*(x for x in values if isinstance(x, torch.Tensor))):
-        described = [
-            as_cuda(x, x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in values
-        ]
+        described = [as_cuda(x, x.data_ptr() if hasattr(x, "data_ptr") else 0) for x in values]
         described[0].device = "cuda"
         kernels.paged_attention(*described)
     return values[10:12]

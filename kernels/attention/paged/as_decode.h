@@ -54,8 +54,8 @@ class AsDecode {
   bool fits() const {
     const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : 32;
     const bool aligned = q_strides_[1] % 8 == 0 && out_strides_[1] % 8 == 0;
-    return one_dimension_ && rows_ >= 1 && (alone_ || rows_ <= most) && total_ < kMostTotal && near_ &&
-           (total_ == 1 || aligned);
+    return one_dimension_ && rows_ >= 1 && (alone_ || rows_ <= most) && total_ < kMostTotal &&
+           near_ && (total_ == 1 || aligned);
   }
   const DecodeCall& call() const { return decode_; }
 

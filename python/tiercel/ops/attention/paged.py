@@ -148,8 +148,8 @@ def paged_attention(
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[Tq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of it
-        and of ``[H, Tq]``, float32.
+        ``[Tq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of
+        it and of ``[H, Tq]``, float32.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
