@@ -3,9 +3,9 @@
 
 import pytest
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.paged_plan import plan
 
 import tiercel
-from tiercel import _C
 
 MOST = 2**29 - 1  # rows
 FLOAT8 = "float8_e4m3fn"
@@ -14,44 +14,6 @@ FLOAT8 = "float8_e4m3fn"
 @pytest.fixture(params=[ExchangeTensor, AttributeTensor])
 def make(request):
     return request.param
-
-
-def plan(
-    make,
-    rows=900,
-    heads=(8, 2),
-    d=64,
-    *,
-    batch=3,
-    cache=(50, 16),
-    columns=40,
-    dtype="bfloat16",
-    causal=True,
-    window=None,
-    scale=None,
-    softcap=None,
-    longest=900,
-    most=None,
-    **given,
-):
-    def tensor(name, *shape, dtype=dtype):
-        return given.get(name) or make(*shape, dtype=dtype)
-
-    caches = [tensor(name, *cache, heads[1], d) for name in ("k_cache", "v_cache")]
-    return _C.paged_attention_plan(
-        tensor("q", rows, heads[0], d),
-        *caches,
-        tensor("page_table", batch, columns, dtype="int32"),
-        tensor("seqused_k", batch, dtype="int32"),
-        tensor("cu_seqlens_q", batch + 1, dtype="int32"),
-        given.get("sinks"),
-        longest,
-        given.get("k_scale"),
-        given.get("v_scale"),
-        tensor("out", rows, heads[0], d),
-        given.get("lse"),
-        *(causal, window, scale, softcap, most, given.get("tree")),
-    )
 
 
 @pytest.mark.parametrize(("d", "tile"), [(8, 64), (64, 64), (96, 128), (128, 128), (256, 256)])
@@ -372,47 +334,6 @@ def test_decoding_beside_chunks(decoding, chunks, new, keys, divided):
         assert windowed["widen"] == "none" and windowed["decode"] != "none"
         of_bf16 = plan(ExchangeTensor, rows, (32, 8), 128, **sizes | dict.fromkeys(caches))
         assert of_bf16["decode"] == "none"
-
-
-def with_values(d_v, d=128, page=16, dtype="bfloat16", **options):
-    """Values of a head dimension of their own; the dtype is the cache's."""
-    tensors = {
-        "k_cache": ExchangeTensor(50, page, 2, d, dtype=dtype),
-        "v_cache": ExchangeTensor(50, page, 2, d_v, dtype=dtype),
-        "out": ExchangeTensor(900, 8, d_v, dtype="bfloat16"),
-    }
-    return plan(ExchangeTensor, d=d, **tensors, **options)
-
-
-@pytest.mark.parametrize(
-    ("d", "d_v", "tiles"), [(192, 128, 256), (128, 64, 128), (64, 128, 128), (8, 64, 64)]
-)
-@pytest.mark.parametrize("longest", [1, 900])
-def test_another_head_dimension_of_values(d, d_v, tiles, longest):
-    """Few new tokens too have tiles with as many columns as the larger one needs."""
-    got = with_values(d_v, d, longest=longest)
-    assert got["kernel"] == f"attention_paged_bf16_d{tiles}_causal" and got["decode"] == "none"
-    with tiercel.batch_invariant():
-        assert with_values(d_v, d, longest=longest)["kernel"].startswith("attention_paged_bf16")
-
-
-@pytest.mark.parametrize(
-    ("text", "changes"),
-    [
-        ("`v_cache` must have the head dimension of `q` .* got 128", {"d_v": 128, "d": 264}),
-        ("`v_cache` must have the head dimension of `q` .* got 264", {"d_v": 264}),
-        ("`v_cache` must have the head dimension of `q` .* got 64", {"d_v": 64, "dtype": FLOAT8}),
-        ("`v_cache` must have a head dimension that is a multiple of 8", {"d_v": 60}),
-        ("`k_cache` must have pages of 4 keys or more .* got 2", {"d_v": 64, "page": 2}),
-        (
-            "`tree_mask` must be None with these head dimensions",
-            {"d_v": 192, "longest": 9, "tree": ExchangeTensor(900, dtype="int64")},
-        ),
-    ],
-)
-def test_no_kernel_for_values(text, changes):
-    with pytest.raises(NotImplementedError, match=text):
-        with_values(**changes)
 
 
 def test_a_batch_that_is_padded_with_sequences():
