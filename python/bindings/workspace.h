@@ -11,8 +11,8 @@
 
 namespace tiercel::python {
 
-// Floats for the launches of one call. A stream keeps its own, for its launches follow each other. A
-// graph, whose launches follow the rest of no stream, gets new ones; so does a call while another
+// Floats for the launches of one call. A stream keeps its own, for its launches follow each other.
+// A graph, whose launches follow the rest of no stream, gets new ones; so does a call while another
 // thread launches on the same stream, since the GIL is released between a call's launches.
 class Workspace {
  public:

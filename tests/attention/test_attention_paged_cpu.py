@@ -129,6 +129,21 @@ def test_float8():
     torch.testing.assert_close(out.double(), due, rtol=5e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("d_v", [8, 24])
+def test_another_head_dimension_of_values(d_v):
+    """As if queries, keys and values had as many columns, of zeros."""
+    given = make(LENGTHS, d=16, d_v=d_v)
+    out, lse = tiercel.paged_attention(*given, return_lse=True)
+    q, k, v, *rest = wide(given)
+    more = [torch.nn.functional.pad(x, (0, 24 - x.shape[-1])) for x in (q, k, v)]
+    due, sums = ref.paged_attention(*more, *rest, scale=16**-0.5, return_lse=True)
+    assert out.shape == (*q.shape[:2], d_v)
+    torch.testing.assert_close(out.double(), due[..., :d_v], rtol=5e-3, atol=1e-6)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
+    place = torch.empty_like(out)
+    assert tiercel.paged_attention(*given, out=place) is place and torch.equal(place, out)
+
+
 def test_values_lse_and_out():
     given = make(LENGTHS, d=16)
     out, lse = tiercel.paged_attention(*given, return_lse=True)

@@ -91,6 +91,24 @@ def test_wide_heads_of_batches(new, keys, batch):
     assert all(torch.equal(x, results[0]) for x in results)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (128, 64), (64, 128), (40, 8), (8, 256)])
+@pytest.mark.parametrize("page", [4, 16, 256])
+def test_small_values_of_another_head_dimension(page, d, d_v):
+    given = draw([(1, 77), (70, 140), (0, 9), (2, 2)], d=d, d_v=d_v, page=page, around=(3, 5))
+    check(given, sinks=torch.zeros(4, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (128, 64), (64, 128), (256, 136)])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}, {"scale": 0.3}]
+)
+def test_values_of_another_head_dimension(d, d_v, dtype, options):
+    check(draw(MIXED, (8, 2), d=d, d_v=d_v, dtype=dtype), **options)
+    check(draw([(1, 20_000), (1, 100)], (8, 2), d=d, d_v=d_v, dtype=dtype), **options)
+
+
 FEW = [(1, 777), (2, 210), (0, 40), (2, 2), (1, 1), (0, 0), (1, 4097), (2, 1), (1, 0)]
 
 

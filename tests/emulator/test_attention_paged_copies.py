@@ -139,7 +139,7 @@ def test_other_lengths_in_the_same_workspace():
     first = [(66, 1000), (1, 300), (0, 9), (66, 131), (64, 900), (1, 1), (1, 20), (1, 1000)]
     second = [(1, 900), (64, 1000), (66, 128), (0, 0), (1, 5), (66, 1000), (1, 999), (1, 2)]
     cases = [
-        with_room(make_float8(lengths, seed=seed), 32768)
+        with_room(make_float8(lengths, seed=seed), 40960)
         for seed, lengths in enumerate((first, second))
     ]
     with running(multiprocessors=2):

@@ -18,15 +18,17 @@ def make(
     around=(0, 0),  # rows of q in no sequence, before and after
     device="cpu",
     seed=7,
+    d_v=None,  # the head dimension of values, in a cache of their own
 ):
     """The arguments q to max_seqlen_q. Places behind a sequence's last key are NaN, and so is the
     rest of the cache; entries of the page table that nobody uses are no pages; keys and values of
     a page lie side by side."""
+    widest = max(d, d_v or d)
     generator = torch.Generator(device).manual_seed(seed)
     columns = max((-(-keys // page) for _, keys in lengths), default=0) + 1
     pages = len(lengths) * columns + 3
     order = (0, 1, 2, 3, 4) if layout == "NHD" else (0, 1, 3, 2, 4)
-    shape = [(pages, 2, page, heads[1], d)[i] for i in order]
+    shape = [(pages, 2, page, heads[1], widest)[i] for i in order]
     stored = torch.full(shape, torch.nan, dtype=dtype, device=device).permute(order)
     table = torch.randperm(pages, device=device, generator=generator)
     table = table[: len(lengths) * columns].view(len(lengths), columns).int()
@@ -36,7 +38,7 @@ def make(
     table = torch.where(behind < 0, table, no_pages[behind % 4])
     for row, (_, keys), used in zip(table, lengths, pages_of.tolist(), strict=True):
         if keys:
-            drawn = (used * page, 2, heads[1], d)
+            drawn = (used * page, 2, heads[1], widest)
             values = torch.randn(drawn, device=device, generator=generator).to(dtype)
             values[keys:] = torch.nan
             stored[row[:used].long()] = values.unflatten(0, (used, page)).transpose(1, 2)
@@ -47,7 +49,10 @@ def make(
     starts = (new + around[0]).int().to(device)
     seqused = torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=device)
     longest = max((n for n, _ in lengths), default=0)
-    return q, stored[:, 0], stored[:, 1], table, seqused, starts, longest
+    k, v = stored[:, 0], stored[:, 1]
+    if d_v is not None:
+        k, v = k[..., :d].contiguous(), v[..., :d_v].contiguous()
+    return q, k, v, table, seqused, starts, longest
 
 
 def with_room(given, keys=65536):

@@ -14,7 +14,8 @@ def arguments(given, sinks=None, causal=True, window=None, softcap=None, **scale
     """The arguments of _C.paged_attention, but the workspace."""
     *tensors, longest = given
     q = given[0]
-    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
+    out = q.new_full((*q.shape[:2], given[2].shape[3]), torch.nan)
+    lse = torch.full((q.shape[1], len(q)), torch.nan)
     factors = (scales.get("k_scale"), scales.get("v_scale"))
     options = (causal, window, None, softcap, None, scales.get("tree_mask"))
     return (*tensors, sinks, longest, *factors, out, lse, *options)

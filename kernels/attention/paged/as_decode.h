@@ -27,6 +27,7 @@ class AsDecode {
     tree_ = call.tree != nullptr;
     alone_ = tree_ && !may_be_tiles(call);
     near_ = near(*call.cu_seqlens_q) && (!tree_ || near(*call.tree));
+    one_dimension_ = call.one_head_dimension();
     set(batch, most, &q_, q_shape_, q_strides_);
     set(batch, most, &out_, out_shape_, out_strides_);
     DecodeTensors& t = decode_.tensors;
@@ -53,15 +54,15 @@ class AsDecode {
   bool fits() const {
     const int64_t most = float8_ ? kMostRows : d_ > 128 ? 16 : 32;
     const bool aligned = q_strides_[1] % 8 == 0 && out_strides_[1] % 8 == 0;
-    return rows_ >= 1 && (alone_ || rows_ <= most) && total_ < kMostTotal && near_ &&
-           (total_ == 1 || aligned);
+    return one_dimension_ && rows_ >= 1 && (alone_ || rows_ <= most) && total_ < kMostTotal &&
+           near_ && (total_ == 1 || aligned);
   }
   const DecodeCall& call() const { return decode_; }
 
   // True if there is a kernel with tiles of more rows that takes the tree of a call: tree.py. It is
   // for bfloat16 and 128 columns, without window and cap, and not for the batch-invariant mode.
   static bool may_be_tiles(const PagedAttentionCall& call) {
-    const int64_t d = call.q->shape[2];
+    const int64_t d = call.widest();
     return !batch_invariant() && call.k_cache->dtype == DType::kBFloat16 && d > 64 && d <= 128 &&
            call.options.left < 0 && call.options.softcap == 0.0;
   }
@@ -91,7 +92,7 @@ class AsDecode {
   int64_t q_shape_[4], q_strides_[4], out_shape_[4], out_strides_[4];
   int64_t lse_shape_[3], lse_strides_[3];
   int64_t total_, d_, rows_;
-  bool float8_, tree_, near_;
+  bool float8_, tree_, near_, one_dimension_;
   bool alone_;  // no other kernel takes the call
 };
 

@@ -8,6 +8,7 @@ namespace {
 
 constexpr const char* kOp = kPagedOp;
 constexpr int64_t kMostOfATree = 64;  // new tokens of a sequence: bits of a word
+constexpr int64_t kLeastPage = 4;     // keys of a copy by the engine: a lane has one of 128 keys
 
 Status check_integers(const Argument& argument, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
@@ -55,11 +56,12 @@ Status check_paged(const PagedAttentionCall& call) {
   TIERCEL_RETURN_IF_ERROR(check_rank(k, 4));
   const int64_t total = q.view.shape[0], heads = q.view.shape[1], d = q.view.shape[2];
   const int64_t pages = k.view.shape[0], places = k.view.shape[1], kv_heads = k.view.shape[2];
-  for (const Argument* cache : {&k, &v}) {
-    TIERCEL_RETURN_IF_ERROR(
-        check_shape(*cache, {pages, places, kv_heads, d}, "[pages, page size, Hk, D]"));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_shape(out, {total, heads, d}, "[Tq, H, D]"));
+  const int64_t dv = v.view.ndim == 4 ? v.view.shape[3] : d;
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(k, {pages, places, kv_heads, d}, "[pages, page size, Hk, D]"));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(v, {pages, places, kv_heads, dv}, "[pages, page size, Hk, Dv]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(out, {total, heads, dv}, "[Tq, H, Dv]"));
   TIERCEL_RETURN_IF_ERROR(check_rank(starts, 1));
   const int64_t batch = starts.view.shape[0] - 1;
   if (batch < 0) {
@@ -93,6 +95,25 @@ Status check_paged(const PagedAttentionCall& call) {
   }
   if (call.lse == nullptr) return Status();
   return check_attention_lse(kOp, *call.lse, *call.q, {heads, total}, "[H, Tq]");
+}
+
+Status check_paged_values(const PagedAttentionCall& call) {
+  const Argument v{kOp, "v_cache", *call.v_cache}, k{kOp, "k_cache", *call.k_cache};
+  const int64_t dv = call.out->shape[2], places = call.k_cache->shape[1];
+  if (call.one_head_dimension()) return Status();
+  if (is_float8(*call.v_cache) || call.widest() > kMostOfTiles) {
+    return unsupported(v, "have the head dimension of `q` if it is float8, or if one is over 256",
+                       std::to_string(dv));
+  }
+  if (dv < 8 || dv % 8 != 0) {
+    return unsupported(v, "have a head dimension that is a multiple of 8 up to 256",
+                       std::to_string(dv));
+  }
+  if (places < kLeastPage) {
+    return unsupported(k, "have pages of 4 keys or more if `v_cache` has another head dimension",
+                       std::to_string(places));
+  }
+  return Status();
 }
 
 }  // namespace tiercel

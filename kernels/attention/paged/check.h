@@ -2,6 +2,7 @@
 #ifndef KERNELS_ATTENTION_PAGED_CHECK_H_
 #define KERNELS_ATTENTION_PAGED_CHECK_H_
 
+#include <cstdint>
 #include <string>
 
 #include "kernels/attention/paged/paged.h"
@@ -10,6 +11,9 @@
 namespace tiercel {
 
 inline constexpr char kPagedOp[] = "paged_attention";
+
+// The head dimension up to which kernel.py has tiles; paged_wide.cu has the rest.
+inline constexpr int64_t kMostOfTiles = 256;
 
 inline Status unsupported(const Argument& argument, const std::string& expected,
                           const std::string& got) {
@@ -20,6 +24,9 @@ inline bool is_float8(const TensorView& view) { return view.dtype == DType::kFlo
 
 // Checks that a call's arguments fit together.
 Status check_paged(const PagedAttentionCall& call);
+
+// Checks that there is a kernel for the head dimension of values, if it is not that of keys.
+Status check_paged_values(const PagedAttentionCall& call);
 
 }  // namespace tiercel
 

@@ -65,8 +65,8 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
   const int64_t kv_heads = call.k_cache->shape[2], group = q.shape[1] / kv_heads;
   PagedMixed mixed;
   const bool narrow = d >= 16 && d <= 128 && d % 16 == 0 && group <= kMostGroup;
-  if (call.k_cache->dtype != DType::kFloat8E4M3 || batch_invariant() || call.tree != nullptr ||
-      !narrow || call.max_q / 2 <= total / batch) {
+  if (!call.one_head_dimension() || call.k_cache->dtype != DType::kFloat8E4M3 ||
+      batch_invariant() || call.tree != nullptr || !narrow || call.max_q / 2 <= total / batch) {
     return mixed;
   }
   // As few sequences with many new tokens as there can be.

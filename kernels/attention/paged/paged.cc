@@ -33,7 +33,6 @@ constexpr int64_t kWarpgroups = 2;
 constexpr int64_t kMostCopies = 8;     // of the engine, for a block of keys: more start too slowly
 constexpr int64_t kColumns = 64;       // of a copy
 constexpr int64_t kVector = 8;         // elements of out in 16 bytes
-constexpr int64_t kMostOfTiles = 256;  // head dimension of kernel.py; paged_wide.cu has the rest
 constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
 
 Status check_steps(const Argument& argument) {
@@ -100,6 +99,7 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 512",
                        std::to_string(d));
   }
+  TIERCEL_RETURN_IF_ERROR(check_paged_values(call));
   if (group > kRows) {
     return unsupported(q_arg, "have at most 64 heads for each of `k_cache`", std::to_string(group));
   }
@@ -142,7 +142,10 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
     const Argument tree{kOp, "tree_mask", *call.tree};
     TIERCEL_RETURN_IF_ERROR(check_steps(tree));
     if (d <= kMostOfTiles && !AsDecode::may_be_tiles(call)) {
-      return unsupported(tree, "be None with these strides of other tensors", "a tensor");
+      return unsupported(tree,
+                         call.one_head_dimension() ? "be None with these strides of other tensors"
+                                                   : "be None with these head dimensions",
+                         "a tensor");
     }
   }
   for (int i = 0; i < 2; ++i) {
@@ -190,20 +193,20 @@ struct Choice {
   int64_t heads_at_once() const { return widened > 0 ? std::min(widened, heads) : heads; }
 
   // Floats of the workspace: results of parts in 16 bits, then their logarithms.
-  int64_t partial(const TensorView& q) const {
-    return combined ? parts * q.shape[0] * q.shape[1] * q.shape[2] / 2 : 0;
+  int64_t partial(const TensorView& out) const {
+    return combined ? parts * out.shape[0] * out.shape[1] * out.shape[2] / 2 : 0;
   }
-  int64_t workspace(const TensorView& q) const {
-    return combined ? partial(q) + parts * q.shape[0] * q.shape[1] : 0;
+  int64_t workspace(const TensorView& out) const {
+    return combined ? partial(out) + parts * out.shape[0] * out.shape[1] : 0;
   }
   int64_t tiles_of_blocks(int64_t kv_heads) const {
     return ceil_div(int64_t{blocks}, kv_heads * parts);
   }
 };
 
-// kernel.py's kernel for a head dimension, a mask and a cap.
-const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOptions& options,
-                                        bool chained = false, bool tree = false) {
+// kernel.py's kernel for head dimensions, a mask and a cap.
+const AttentionPagedKernel* find_kernel(const PagedAttentionCall& call, bool chained, bool tree) {
+  const AttentionOptions& options = call.options;
   const bool capped = options.softcap != 0.0;
   const bool causal = !capped && options.left < 0 && options.right == 0;
   const AttentionPagedKernel* found = nullptr;
@@ -211,7 +214,7 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
   const AttentionPagedKernel* kernels = attention_paged_kernels(&count);
   for (int i = 0; i < count; ++i) {
     const AttentionPagedVariant& variant = kernels[i].variant;
-    if (variant.dtype != q.dtype || variant.d < q.shape[2] || variant.capped != capped ||
+    if (variant.dtype != call.q->dtype || variant.d < call.widest() || variant.capped != capped ||
         (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained ||
         variant.tree != tree) {
       continue;
@@ -224,7 +227,7 @@ const AttentionPagedKernel* find_kernel(const TensorView& q, const AttentionOpti
 void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
   const TensorView& q = *call.q;
   const int64_t places = call.k_cache->shape[1];
-  if (q.shape[2] > kMostOfTiles) {
+  if (call.widest() > kMostOfTiles) {
     choice->wide = &wide_kernel(q.dtype);
     choice->tile_n = kWideStep;
     choice->d = kWideColumns;
@@ -232,7 +235,7 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
     choice->most = choice->queries;
     return;
   }
-  choice->kernel = find_kernel(q, call.options, false, call.tree != nullptr);
+  choice->kernel = find_kernel(call, false, call.tree != nullptr);
   choice->tile_n = choice->kernel->variant.tile_n;
   choice->d = choice->kernel->variant.d;
   choice->copy_rows = std::min<int64_t>(places, choice->tile_n);
@@ -246,7 +249,7 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
   const AttentionOptions& options = call.options;
   const AttentionPagedKernel* chained = nullptr;
   if (choice->wide == nullptr && call.sinks == nullptr) {
-    chained = find_kernel(*call.q, options, true);
+    chained = find_kernel(call, true, false);
     if (chained != nullptr && chained->variant.d != choice->d) chained = nullptr;
   }
   const bool spans = options.left >= 0 && options.right >= 0;
@@ -274,7 +277,7 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
   choice->combined = choice->parts > 1 || call.sinks != nullptr || call.lse != nullptr;
   if (choice->combined) {
     choice->heads = paged_heads_at_once(choice->heads, call.q->shape[0] * choice->group,
-                                        call.q->shape[2], choice->tiles, choice->parts);
+                                        call.out->shape[2], choice->tiles, choice->parts);
   }
   return Status();
 }
@@ -307,7 +310,7 @@ Status choose(const PagedAttentionCall& call, const PagedMixed& mixed, int multi
   load.tiles = (mixed.few > 0 ? mixed.tiles : choice->tiles) * kv_heads;
   load.keys = most_keys(call);
   load.tile_n = choice->tile_n;
-  load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
+  load.result_bytes = 2 * q.shape[0] * q.shape[1] * call.out->shape[2];
   if (batch_invariant()) {
     TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load, multiprocessors, choice));
   } else {
@@ -338,8 +341,8 @@ void* scale_of(const TensorView* scale, int32_t* step) {
 // Who fills stages: kernel.py's BY_ENGINE and so on.
 enum Loader : int32_t { kByEngine, kByLanes, kByWidening };
 
-void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
-                AttentionPagedArguments* a) {
+void set_copies(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
+                const PagedCache& v, AttentionPagedArguments* a) {
   const int64_t bytes = dtype_bytes(k.rows.dtype);
   a->k_data = k.rows.data;
   a->v_data = v.rows.data;
@@ -348,7 +351,9 @@ void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
   a->k_head = narrow(k.strides[1] * bytes / 16);
   a->v_head = narrow(v.strides[1] * bytes / 16);
   const int64_t copies = choice.tile_n / choice.copy_rows * (choice.d / kColumns);
-  a->loader = is_float8(k.rows) ? kByWidening : copies <= kMostCopies ? kByEngine : kByLanes;
+  // Lanes copy as many columns of keys as of values.
+  const bool by_engine = copies <= kMostCopies || !call.one_head_dimension();
+  a->loader = is_float8(k.rows) ? kByWidening : by_engine ? kByEngine : kByLanes;
 }
 
 void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
@@ -390,7 +395,7 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->table_row = batch > 1 ? narrow(table.strides[0]) : 0;
   a->row_step = narrow(out.strides[0] / kVector);
   a->head_step = narrow(out.strides[1] / kVector);
-  a->columns = narrow(q.shape[2]);
+  a->columns = narrow(out.shape[2]);
   while ((int64_t{1} << a->page_bits) < places) ++a->page_bits;
   a->page_rows = narrow(k.page_rows);
   a->last_page = narrow(call.k_cache->shape[0] - 1);
@@ -403,7 +408,7 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->parts = narrow(choice.parts);
   // One sequence has more than twice the average of new tokens.
   a->mixed = call.max_q / 2 > q.shape[0] / batch;
-  set_copies(choice, k, v, a);
+  set_copies(call, choice, k, v, a);
 }
 
 void set_combine(const PagedAttentionCall& call, const Choice& choice,
@@ -415,7 +420,7 @@ void set_combine(const PagedAttentionCall& call, const Choice& choice,
   a->out = static_cast<char*>(out.data);
   a->lse = static_cast<float*>(of_parts.lse);
   for (int i = 0; i < 2; ++i) a->out_strides[i] = out.strides[i] * 2;
-  a->row_vectors = narrow(q.shape[2] / kVector);
+  a->row_vectors = narrow(out.shape[2] / kVector);
   a->vectors = q.shape[0] * q.shape[1] * a->row_vectors;
   a->total = of_parts.total_q;
   a->heads = of_parts.heads;
@@ -475,7 +480,7 @@ Status plan_tiles(const PagedAttentionCall& call, const PagedMixed& mixed, int m
       choice.blocks,
       kernel == nullptr ? kWideThreads : kernel->block,
       kernel == nullptr ? kWideShared : kernel->dynamic_smem,
-      choice.workspace(*call.q) + (copied.batch > 0 ? copied.floats() : 0)};
+      choice.workspace(*call.out) + (copied.batch > 0 ? copied.floats() : 0)};
   return Status();
 }
 
@@ -593,7 +598,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   }
   if (choice.combined) {
     combine_ = &combine_for(dtype_, choice.part_keys != 0);
-    partial_ = choice.partial(q);
+    partial_ = choice.partial(out);
     set_combine(call, choice, a, &combined_);
   }
   if (choice.wide != nullptr) {

@@ -23,7 +23,7 @@ namespace tiercel {
 struct PagedAttentionCall {
   const TensorView* q = nullptr;             // [Tq, H, D] bfloat16 or float16
   const TensorView* k_cache = nullptr;       // [pages, page size, Hk, D] of q's dtype or float8
-  const TensorView* v_cache = nullptr;       // the same
+  const TensorView* v_cache = nullptr;       // the same, or of another head dimension Dv
   const TensorView* page_table = nullptr;    // [B, pages of a sequence] int32
   const TensorView* seqused_k = nullptr;     // [B] int32
   const TensorView* cu_seqlens_q = nullptr;  // [B + 1] int32
@@ -31,12 +31,16 @@ struct PagedAttentionCall {
   const TensorView* tree = nullptr;          // [Tq] int64, or null: as DecodeRows has it
   const TensorView* k_scale = nullptr;       // float32, 1 or Hk elements, float8 only, or null: 1
   const TensorView* v_scale = nullptr;       // the same
-  const TensorView* out = nullptr;           // as q
+  const TensorView* out = nullptr;           // [Tq, H, Dv], as q
   const TensorView* lse = nullptr;           // [H, Tq] float32, or null
   const TensorView* workspace = nullptr;     // float32, or null: the caller allocates it
   AttentionOptions options;
   int64_t max_q = 0;      // the most queries of a sequence
   int64_t max_keys = -1;  // of any sequence, if known: chooses how keys are split, nothing else
+
+  // The larger head dimension: both are columns of the same tiles.
+  int64_t widest() const { return q->shape[2] > out->shape[2] ? q->shape[2] : out->shape[2]; }
+  bool one_head_dimension() const { return q->shape[2] == out->shape[2]; }
 };
 
 // The launches of a call; of its first heads, if it takes several turns.

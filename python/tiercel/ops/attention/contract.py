@@ -255,9 +255,10 @@ def _paged_case(
     d: int,
     page: int,
     dtype: str = "bfloat16",
+    d_v: int | None = None,
     **options: Any,
 ) -> Case:
-    sizes = {"H": heads[0], "Hk": heads[1], "D": d, "page_size": page}
+    sizes = {"H": heads[0], "Hk": heads[1], "D": d, "Dv": d_v or d, "page_size": page}
     sizes["B"] = len(_NEW[lengths.removesuffix(" strided")])
     return Case(sizes, dtype, options, lengths)
 
@@ -292,13 +293,13 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     strided = case.values.endswith(" strided")
     lengths = _NEW[case.values.removesuffix(" strided")]
-    heads, kv_heads, d, page, _ = case.sizes.values()
+    heads, kv_heads, d, d_v, page, _ = case.sizes.values()
     columns = -(-max((keys for _, keys in lengths), default=0) // page) + 1
     pages = len(lengths) * columns + 1
     dtype = getattr(torch, case.dtype)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     q = torch.randn(int(starts[-1]), heads, d, generator=generator).to(dtype)
-    stored = torch.randn(pages, 2, page, kv_heads, d, generator=generator)
+    stored = torch.randn(pages, 2, page, kv_heads, max(d, d_v), generator=generator)
     options = dict(case.options)
     cache = getattr(torch, options.pop("cache", case.dtype))
     scales: dict[str, Any] = {"k_scale": None, "v_scale": None}
@@ -309,8 +310,8 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
     table = torch.randperm(pages, generator=generator)[: len(lengths) * columns]
     tensors = {
         "q": torch.cat([q, -q], dim=1)[:, :heads] if strided else q,
-        "k_cache": stored[:, 0].to(cache),
-        "v_cache": stored[:, 1].to(cache),
+        "k_cache": stored[:, 0, ..., :d].to(cache),
+        "v_cache": stored[:, 1, ..., :d_v].to(cache),
         "page_table": table.view(len(lengths), columns).int(),
         "seqused_k": torch.tensor([keys for _, keys in lengths], dtype=torch.int32),
         "cu_seqlens_q": starts,
@@ -340,6 +341,7 @@ PAGED_ATTENTION = Contract.of(
         _paged_case("mixed", (4, 4), 128, 64, softcap=5.0),
         _paged_case("mixed strided", (8, 1), 128, 16, left=30),
         _paged_case("mixed", (8, 2), 128, 32, cache="float8_e4m3fn"),
+        _paged_case("mixed", (4, 2), 192, 16, d_v=128),
         _paged_case("trees", (8, 2), 128, 16),
         _paged_case("none", (8, 2), 64, 16),
     ),

@@ -110,7 +110,9 @@ def paged_attention(
             powers of two, 1 included, a page stride that is a multiple of the row stride, up to 64
             query heads per key head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64 and
             D at most 256, or D is a multiple of 16 up to 128.
-        v_cache: The same.
+        v_cache: ``[pages, page size, Hk, Dv]``, as ``k_cache``. The precompiled kernels take a Dv
+            other than D where both are up to 256, the cache has 16 bits and pages have 4 keys or
+            more; tiles then have as many columns as the larger one needs.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is not a page of
             the cache counts as its last page; entries for keys from ``seqused_k`` on are ignored.
         seqused_k: ``[B]`` int32, any stride: the number of keys of each sequence, clamped to 0 and
@@ -142,12 +144,12 @@ def paged_attention(
             batch-invariant mode bits may depend on it.
         return_lse: Whether to return each row's log-sum-exp (natural logarithm) too; it includes
             the sinks.
-        out: ``[Tq, H, D]`` to write to, of the dtype and on the device of the result.
+        out: ``[Tq, H, Dv]`` to write to, of the dtype and on the device of the result.
         backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of it
-        and of ``[H, Tq]``, float32.
+        ``[Tq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of
+        it and of ``[H, Tq]``, float32.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is not a tensor.

@@ -331,7 +331,7 @@ def paged_attention(
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     pages, places, kv_heads, _ = k_cache.shape
-    out = q.new_zeros(q.shape, dtype=dtype)
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[3]), dtype=dtype)
     lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=sum_dtype)
     capacity = page_table.shape[1] * places if pages else 0
     for b, rows in enumerate(_slices(cu_seqlens_q.tolist(), len(q))):
@@ -343,8 +343,8 @@ def paged_attention(
         def stored(
             cache: Tensor, factor: Tensor | None, table: Tensor = table, length: int = length
         ) -> Tensor:
-            """[1, length, Hk, D]"""
-            found = cache[table].to(sum_dtype).reshape(-1, kv_heads, q.shape[2])[:length]
+            """[1, length, Hk, D or Dv]"""
+            found = cache[table].to(sum_dtype).reshape(-1, kv_heads, cache.shape[3])[:length]
             return (found if factor is None else found * factor.reshape(-1, 1))[None]
 
         own = q[rows].to(sum_dtype)

@@ -250,7 +250,13 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         "paged_attention",
         Tensor("q", "Tq H D", (*HALVES, FLOAT8), strided=True),
         Tensor("k_cache", _CACHE, ("q", FLOAT8), strided=True, shape_text=_CACHE_TEXT),
-        Tensor("v_cache", _CACHE, "k_cache", strided=True, shape_text=_CACHE_TEXT),
+        Tensor(
+            "v_cache",
+            "pages page_size Hk Dv",
+            "k_cache",
+            strided=True,
+            shape_text="[pages, page size, Hk, Dv]",
+        ),
         Tensor("page_table", "B pages_each", "int32", True, shape_text="[B, pages of a sequence]"),
         Tensor("seqused_k", "B", "int32", strided=True),
         Tensor("cu_seqlens_q", "B1", "int32", strided=True, shape_text="[B + 1]"),
@@ -262,11 +268,11 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         Tensor("tree_mask", "Tq", "int64", strided=True, optional=True),
         *_options(causal=True),
         Int("max_seqused_k", None, optional=True, varies=True),
-        results=_results("Tq H D", "H Tq"),
+        results=_results("Tq H Dv", "H Tq"),
         check=_check_paged,
         limits="page sizes that are powers of two, D a multiple of 8 up to 512 (float8 cache: up "
-        "to 256, with many new tokens a multiple of 16 up to 128), up to 64 query heads per "
-        "key head",
+        "to 256, with many new tokens a multiple of 16 up to 128; Dv other than D: both up to 256, "
+        "16 bits, pages of 4 keys or more), up to 64 query heads per key head",
         numerics=Numerics(
             2**-8,
             of="terms",
