@@ -216,6 +216,6 @@ def test_a_checkout_keeps_no_credentials_that_it_does_not_need(
                 assert kept == ((path.stem, name) == ("release", "tag")), name
 
 
-def test_docs_say_that_nobody_has_run_them() -> None:
+def test_docs_say_that_they_have_not_been_run() -> None:
     text = " ".join(pathlib.Path(os.environ["RELEASING"]).read_text().split())
-    assert "Nobody has run the workflows yet" in text
+    assert "The workflows have not been run yet" in text
