@@ -291,8 +291,8 @@ TilesChoice<KernelOf> fastest(const KernelTable<KernelOf>& kernels,
       const bool alike = given ? asked->cluster == split && asked->tail_cluster == 0
                                : split <= std::max(int64_t{1}, steps);
       if (alike) consider(time(tiles, split), {&one, tiles, split});
-      const bool apart = given ? asked->cluster == 1 && asked->tail_cluster == split
-                               : split > 1 && split <= steps;
+      const bool apart =
+          given ? asked->cluster == 1 && asked->tail_cluster == split : split > 1 && split <= steps;
       if (!apart || whole == 0 || tail == 0 || tail * split > kPlaces[split]) continue;
       consider(time(whole, 1) + time(tail, split), {&one, tiles, 1, tail, split});
     }
