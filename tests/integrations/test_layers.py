@@ -168,6 +168,7 @@ class Drops(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
 class Checkpoints(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
     """As layers of later transformers do, whose call makes no checkpoint."""
 
+    @functools.wraps(transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward)
     def forward(self, hidden_states, **kwargs):
         run = functools.partial(super().forward, **kwargs)
         if self.gradient_checkpointing and self.training:
