@@ -51,7 +51,7 @@ def test_a_model(name, checkpoints, device, monkeypatch):
         model(ids, labels=ids, use_cache=False).loss.backward()
     assert len(runs) == (1 if checkpoints is None else 2)
     # A layer that runs again computes the same: a mixture may not choose other experts.
-    # Where the layers' forward makes the checkpoint, not their call, it is their own that runs.
+    # The layers' own forward runs if it is what makes the checkpoint, not their call.
     base = transformers.modeling_layers.GradientCheckpointingLayer
     by_call = "__call__" in vars(base)
     assert len(added) == (2 if checkpoints is None else 4 if by_call else 0)

@@ -22,9 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _LEAST_ROWS = 4096
 _DTYPES = (torch.bfloat16, torch.float16)
 # Beside the tensors, not as their attributes, which torch.save would write.
-# Of an input: a weak reference to what the next layer takes instead, and the input's version.
+# An input has a weak reference to what the next layer takes instead, and its own version.
 _next: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# Of a result: keeps that alive as long as the result is.
+# A result keeps that alive as long as it lives itself.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
