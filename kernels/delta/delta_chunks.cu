@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kTiles = kTokens / 8;
-// Of one team, on a multiprocessor: as many as registers allow.
+// Blocks of one team per multiprocessor: registers allow no more.
 template <int kKeySize, bool kBackward>
 constexpr int kBlocks = kKeySize == 128 && !kBackward ? 4 : 3;
 template <int kKeySize>

@@ -131,7 +131,7 @@ def test_float8():
 
 @pytest.mark.parametrize("d_v", [8, 24])
 def test_another_head_dimension_of_values(d_v):
-    """As if queries, keys and values had as many columns, of zeros."""
+    """The result equals that of queries, keys and values padded with zeros to one dimension."""
     given = make(LENGTHS, d=16, d_v=d_v)
     out, lse = tiercel.paged_attention(*given, return_lse=True)
     q, k, v, *rest = wide(given)

@@ -29,8 +29,8 @@ def make_float8(lengths, **options):
 
 
 class Division:
-    """What paged_mixed has to write, and where it is in the workspace: copies of keys and values;
-    pages that are copied before; states of all pages; first tiles; first pages."""
+    """The expected contents of paged_mixed's workspace, in order: copies of keys and values; pages
+    that are copied before; states of all pages; first tiles; first pages."""
 
     def __init__(self, given, multiprocessors, decoding):
         q, k, _, table, used, starts, _ = given
@@ -135,7 +135,7 @@ def test_bits_are_those_of_a_cache_of_16_bits():
 
 
 def test_other_lengths_in_the_same_workspace():
-    """As a graph that runs again: nothing is left of the states of the run before."""
+    """A graph runs again like this: the states of the previous run must not matter."""
     first = [(66, 1000), (1, 300), (0, 9), (66, 131), (64, 900), (1, 1), (1, 20), (1, 1000)]
     second = [(1, 900), (64, 1000), (66, 128), (0, 0), (1, 5), (66, 1000), (1, 999), (1, 2)]
     cases = [

@@ -382,7 +382,7 @@ def test_a_pickled_model_is_applied_again():
 
 
 def test_a_model_that_has_our_attention_already(monkeypatch):
-    """What apply knows of position ids holds for it, too."""
+    """apply knows of position ids that are not given for such a model, too."""
     model = make("Llama", attention="tiercel")
     report = door.apply(model)
     assert "attention" not in report.replaced and not report.kept

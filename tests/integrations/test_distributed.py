@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a replaced model in two processes: DistributedDataParallel, and fully_shard."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.ranks import run_two_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -62,17 +59,4 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("weights", ["tied", "apart"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks(kind, weights, tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    path = os.pathsep.join(p for p in sys.path if p)
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meeting"), kind, weights],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors
+    run_two_ranks(PROGRAM, tmp_path / "meeting", kind, weights)

@@ -166,7 +166,7 @@ class Drops(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
 
 
 class Checkpoints(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
-    """As layers of later transformers do, whose call makes no checkpoint."""
+    """Makes the checkpoint in forward, as layers do since transformers 5.24."""
 
     @functools.wraps(transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward)
     def forward(self, hidden_states, **kwargs):

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy with the vocabulary split over two processes, against the whole one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from support.ranks import run_two_ranks
 
 import tiercel
 
@@ -95,19 +92,7 @@ dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meeting")],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors
+    run_two_ranks(PROGRAM, tmp_path / "meeting")
 
 
 @pytest.mark.parametrize("option", [{"label_smoothing": 0.1}, {"class_weight": torch.ones(6)}])

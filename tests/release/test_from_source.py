@@ -304,9 +304,9 @@ def test_links_of_the_index_page(checkout: Checkout, tmp_path: pathlib.Path) -> 
     headers, _, page = said.partition("\n\n")
     assert not RELATIVE.search(page)
     assert f"]({repository}/blob/v{version}/docs/plugins.md)" in page
-    code = f"b.sdist.description.absolute('[a](b.md) ![c](d.png) [e](#f)', 'R', '{version}')"
+    code = f"b.sdist.description.absolute('[a](b.md) ![c](d.png) [e\\ne](#f)', 'R', '{version}')"
     blob = f"R/blob/v{version}"
-    shown = f"[a]({blob}/b.md) ![c](R/raw/v{version}/d.png) [e]({blob}/README.md#f)"
+    shown = f"[a]({blob}/b.md) ![c](R/raw/v{version}/d.png) [e\ne]({blob}/README.md#f)"
     assert backend(checkout.root, code) == shown
     nightly = code.replace(f"'{version}'", "'0.2.0.dev20260101'")
     assert "[a](R/blob/main/b.md)" in backend(checkout.root, nightly)

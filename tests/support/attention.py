@@ -25,8 +25,8 @@ def compare(result, lse, truth, sums):
 
 
 def compare_gradients(found, truth):
-    """As the tests on a GPU ask, in norms. Scores of queries that see one key have no gradient:
-    what is left of two equal terms is their rounding, of values of about 1."""
+    """Compares norms, with the bounds of the GPU tests. Scores of queries that see one key have no
+    gradient: the difference of two equal terms is their rounding error, at values of about 1."""
     for one, other in zip(found, truth, strict=True):
         unit = torch.finfo(one.dtype).eps / 2
         assert one.isfinite().all()

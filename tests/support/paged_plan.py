@@ -22,7 +22,7 @@ def plan(
     most=None,
     **given,
 ):
-    """What paged_attention would launch for tensors that `make` describes, or that are given."""
+    """The launches that paged_attention plans for tensors that `make` describes, or given ones."""
 
     def tensor(name, *shape, dtype=dtype):
         return given.get(name) or make(*shape, dtype=dtype)

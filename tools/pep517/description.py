@@ -8,9 +8,10 @@ import pathlib
 import re
 import sys
 
-# A link or an image of Markdown, and its target without a scheme. Headings of the page itself, too:
-# an index need not give them the anchors that the code host gives.
-_RELATIVE = re.compile(r"(?P<before>(?P<image>!?)\[[^\]\n]*\]\()(?!\w+:|//)(?P<path>[^)\s]+)")
+# A link or an image of Markdown, whose text may wrap, and its target without a scheme. Headings of
+# the page itself, too: an index need not give them the anchors that the code host gives.
+_TEXT = r"\[(?:[^\]\n]|\n(?!\s*\n))*\]"
+_RELATIVE = re.compile(rf"(?P<before>(?P<image>!?){_TEXT}\()(?!\w+:|//)(?P<path>[^)\s]+)")
 
 
 def constant(text: str, name: str) -> str:

@@ -7,11 +7,11 @@
 
 namespace tiercel {
 
-// Of the old keys, those before the new tokens, a row sees all from `first` on; of the new tokens,
-// those whose bits are set.
+// A row sees the keys before the new tokens from key `first` on, and the new tokens whose bits are
+// set.
 struct TreeRow {
   uint64_t tokens;
-  int first;  // at most the number of old ones
+  int first;  // at most the number of keys before the new tokens
 };
 
 // `word` says which of `count` new tokens, up to 64, the row sees. There are `old` keys before

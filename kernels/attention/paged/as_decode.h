@@ -15,7 +15,7 @@ namespace tiercel {
 // keys once for 8 to 32 rows, so more rows than a few of those are the other kernels'.
 class AsDecode {
  public:
-  // Of sequences with more than `max_q` queries, another kernel has the rows if it `skips_longer`.
+  // `skips_longer`: sequences with more than `max_q` queries are left to another kernel.
   explicit AsDecode(const PagedAttentionCall& call, bool skips_longer = false)
       : q_(*call.q), out_(*call.out), total_(call.q->shape[0]), d_(call.q->shape[2]) {
     const int64_t batch = call.cu_seqlens_q->shape[0] - 1, heads = q_.shape[1];

@@ -37,7 +37,7 @@ def wait_for(state):
 
 
 def find(state, page):
-    """Of 32 pages, one of each lane, the first in state 0, or 32; pages below 0 are none."""
+    """The first lane whose page is in state 0, or 32 if none is. A negative page is skipped."""
     return cute.arch.inline_ptx(
         "{ .reg .pred free, some; .reg .b32 state, lanes; setp.ge.s32 free, {$r1}, 0; "
         "mov.b32 state, 1; @free ld.relaxed.gpu.global.b32 state, [{$r0}]; "

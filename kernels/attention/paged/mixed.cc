@@ -69,7 +69,7 @@ PagedMixed paged_mixed(const PagedAttentionCall& call, int64_t queries) {
       batch_invariant() || call.tree != nullptr || !narrow || call.max_q / 2 <= total / batch) {
     return mixed;
   }
-  // As few sequences with many new tokens as there can be.
+  // A lower bound of the number of sequences with many new tokens.
   const int64_t chunks = std::min(ceil_div(total, call.max_q), batch), keys = most_keys(call);
   const auto decoded = static_cast<double>((batch - chunks) * keys * kv_heads);
   if (decoded * kKey[d <= 64] < kLaunches) return mixed;

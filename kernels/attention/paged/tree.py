@@ -50,16 +50,16 @@ class TreeAttention(PagedAttention):
         return found
 
     def keys_of(self, rows, keys, queries):
-        """Of the sequence that was asked for last: a tile's first block is next."""
+        """The rows for `hide`, of the sequence read last: the tile's first block is next."""
         self.operands.start[0] = self.latest
         return self.moved(rows, keys - queries)
 
     def moved(self, rows, offset):
-        """What `hide` takes: rows, and the keys before the new tokens."""
+        """The arguments of `hide`: each row, and the number of keys before the new tokens."""
         return [(*row, offset) for row in rows]
 
     def free_blocks(self, row, offset, low, last, paged, problem):
-        """Those of keys before the new tokens."""
+        """The blocks without a mask, all of them before the new tokens."""
         return free_blocks(offset - 1, 1, self.tile_n, low, last, problem.left, Int32(0), self.mask)
 
     def hide(self, s, column, own, keys, problem):

@@ -43,7 +43,7 @@ struct PagedWidenArgs {
   Cache caches[2];
   const char* table;    // of the float8 cache
   const char* lengths;  // of sequences
-  // Of each page that is copied: a sequence or -1, the page of it, and that of the copies.
+  // For each page that is copied: its sequence or -1, its index in the sequence, and in the copies.
   const int4* sources;
   int64_t table_row;   // from a sequence's pages to the next one's, in bytes
   int32_t table_step;  // from a page to the next, in bytes

@@ -55,7 +55,7 @@ inline int64_t most_keys(const PagedAttentionCall& call) {
   return call.max_keys >= 0 ? std::min(capacity, call.max_keys) : capacity;
 }
 
-// Of one sequence.
+// The sizes of one sequence's copies.
 inline PagedWidenSizes widen_sizes(const PagedAttentionCall& call) {
   PagedWidenSizes sizes;
   sizes.capacity = most_keys(call);

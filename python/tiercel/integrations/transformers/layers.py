@@ -42,7 +42,7 @@ def layer_forward(module: nn.Module) -> Callable[..., Any] | str | None:
 
 def _forward_with(stated: dict[str, Any], checkpoints: bool) -> Callable[..., Any]:
     """The forward of layers that call attention with these arguments if their caller does not.
-    Where their own forward `checkpoints` itself, it runs while that is switched on."""
+    The layers' own forward runs if it `checkpoints` and checkpointing is on."""
 
     # A bound method is pickled by the name of its function: as the module's own forward.
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ class _Norm(torch.autograd.Function):
         return of_x if wants_x else None, of_weight if wants_weight else None, None
 
 
-# What a module computes.
+# The tests of a module's forward on small tensors.
 
 
 class _Line(nn.Module):

@@ -127,7 +127,7 @@ def _forward(self: PreTrainedModel, head: Any, given: dict[str, Any]) -> Any:
 
 
 def _without_cap(model: PreTrainedModel) -> PreTrainedModel:
-    """The same modules, with a configuration of its own."""
+    """A copy that shares the modules and has its own configuration, without the softcap."""
     small = copy.copy(model)
     small.config = copy.copy(model.config)
     setattr(small.config, _SOFTCAP, None)

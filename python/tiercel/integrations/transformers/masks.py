@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_tracing
 
 
 class _Rows(threading.local):
-    """What is known of a forward that runs."""
+    """State of the forward that this thread runs."""
 
     one_sequence_each = False
 
@@ -34,7 +34,7 @@ _rows = _Rows()
 
 
 def know_one_sequence_each(known: bool) -> None:
-    """Of this thread's forwards from now on: each row of tokens is one sequence."""
+    """Sets whether each row of tokens is one sequence in this thread's next forwards."""
     _rows.one_sequence_each = known
 
 

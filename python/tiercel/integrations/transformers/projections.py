@@ -54,7 +54,7 @@ def trained_linear(weight: Any, bias: Any, x: Tensor) -> Tensor | None:
 
 
 def _handed(x: Tensor) -> Tensor | None:
-    """What the last layer with this input handed on, unless x has been written to since."""
+    """The tensor that the last layer with this input passed on; None if x was modified since."""
     found = _next.get(x)
     if found is None or found[1] != x._version:
         return None

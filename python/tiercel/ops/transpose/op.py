@@ -51,7 +51,7 @@ def copy_transpose(
 ) -> Tensor:
     """Copies a matrix, or each matrix of a batch, transposed.
 
-    The same as ``x.transpose(-2, -1).contiguous()``, bit for bit.
+    The result equals ``x.transpose(-2, -1).contiguous()`` bit for bit.
 
     Differentiable in ``x`` where its dtype is. Works under torch.compile and torch.export, and in
     CUDA graphs; it never synchronises.
