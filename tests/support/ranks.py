@@ -5,6 +5,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+# Marks of a test or of a parameter that needs two GPUs.
+ON_TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that this test sees"),
+]
+
 
 def run_two_ranks(program, meeting, *arguments):
     """Runs a program's text as rank 0 and rank 1, with the rank, the file at which they meet, and
