@@ -133,7 +133,7 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         _SINKS,
         results=_results("Tq H Dv", "H Tq"),
         check=_check_varlen,
-        limits="as `attention`; softcap only in bfloat16",
+        limits="as `attention`; no softcap in float8",
         numerics=Numerics(
             2**-8,
             of="terms",
