@@ -311,7 +311,7 @@ def test_paged_attention(seed):
     ):
         floats = kernels.paged_attention_plan(*given, *options)["workspace"]
         workspace = inside(torch.full((floats,), torch.nan)) if floats else None
-        kernels.paged_attention(*given, *options, workspace)
+        kernels.paged_attention(*given, *options, None, None, workspace)
     assert all(untouched(x) for x in (*given, tree, workspace) if isinstance(x, torch.Tensor))
     if not do_not_decrease(values, rows):
         return
