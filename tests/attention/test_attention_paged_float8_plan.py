@@ -57,8 +57,11 @@ def test_chunks_over_a_float8_cache_are_decoding_in_the_batch_invariant_mode(d, 
 
 
 def test_too_many_rows_over_a_float8_cache_in_the_batch_invariant_mode():
-    with tiercel.batch_invariant(), pytest.raises(
-        NotImplementedError, match="^paged_attention: `k_cache` must be .* batch-invariant mode"
+    with (
+        tiercel.batch_invariant(),
+        pytest.raises(
+            NotImplementedError, match="^paged_attention: `k_cache` must be .* batch-invariant mode"
+        ),
     ):
         plan(ExchangeTensor, rows=2**20, batch=64, **float8(longest=2**20))
 
