@@ -320,6 +320,7 @@ WRONG = [
     ("paged_attention", paged, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
     ("paged_attention", paged, "cu_seqlens_q", int32(0, 0, 4), "`max_seqlen_q` = 3 rows"),
     ("paged_attention", paged, "tree_mask", torch.tensor([1, 1, 6, 5]), "ones, got 6 at [2]"),
+    ("paged_attention", paged, "prefix", int32(0, -3), "at least 0, got -3 at [1]"),
 ]
 
 

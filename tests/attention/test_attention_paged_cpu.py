@@ -97,6 +97,35 @@ def test_a_tree_by_its_paths(window):
             torch.testing.assert_close(lse[:, row], sums[0, :, 0])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (3, 0)}, {"causal": False, "window": (4, 1)}, {"softcap": 2.0}]
+)
+def test_a_prefix_by_its_parts(options):
+    """Each row's keys: those of the mask, and those of the prefix that the mask hides."""
+    given = make(LENGTHS, dtype=torch.float64, d=16, around=(2, 1))
+    q, k, v, table, lengths, starts, _ = given
+    prefix = torch.tensor([8, 9, 0, 5, 2, -3], dtype=torch.int32)
+    out, lse = ref.paged_attention(*given, prefix=prefix, return_lse=True, **options)
+    left, right = options.get("window", (-1, -1))
+    right = right if options.get("causal") is False else 0
+    more = {"softcap": options.get("softcap"), "return_lse": True}
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = (gathered(cache, table[b], length) for cache in (k, v))
+        first, end = starts[b : b + 2].tolist()
+        for row in range(first, end):
+            own = length - (end - row)
+            seen = [
+                j
+                for j in range(length)
+                if j < prefix[b] or ((left < 0 or j >= own - left) and j <= own + right)
+            ]
+            due, sums = ref.attention(
+                q[None, row : row + 1], keys[:, seen], values[:, seen], **more
+            )
+            torch.testing.assert_close(out[row], due[0, 0])
+            torch.testing.assert_close(lse[:, row], sums[0, :, 0])
+
+
 def test_a_tree_of_parents():
     """The snippet of docs/kernels/paged_attention.md makes a tree of verify_draft's parents."""
     parents = torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2]], dtype=torch.int32)
@@ -201,6 +230,14 @@ def test_no_cache_at_all():
             ValueError,
             "`max_seqlen_q` must be at most 64 with `tree_mask`, got 65",
             {"tree_mask": torch.ones(14, dtype=torch.int64), "max_seqlen_q": 65},
+        ),
+        (
+            ValueError,
+            "`prefix` must be None with `tree_mask`, got a tensor",
+            {
+                "tree_mask": torch.ones(14, dtype=torch.int64),
+                "prefix": torch.zeros(6, dtype=torch.int32),
+            },
         ),
         (ValueError, r"`window` must be None or \(left, right\), got 3", {"window": 3}),
         (ValueError, "`scale` must be None or positive and finite, got 0", {"scale": 0}),

@@ -3,12 +3,11 @@
 
 import pytest
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
-from support.paged_plan import plan
+from support.paged_plan import FLOAT8, far, float8, plan
 
 import tiercel
 
 MOST = 2**29 - 1  # rows
-FLOAT8 = "float8_e4m3fn"
 
 
 @pytest.fixture(params=[ExchangeTensor, AttributeTensor])
@@ -51,7 +50,7 @@ def test_queries_of_a_tile(make, heads, queries):
 def test_the_kernel_of_wide_heads(make, d, dtype, name, options):
     for longest in (1, 900):
         got = plan(make, d=d, dtype=dtype, longest=longest, **options)
-        assert got["kernel"] == f"attention_paged_wide<{name}>"
+        assert got["kernel"] == f"attention_paged_wide<{name}, float8=false>"
         assert (got["tile_m"], got["tile_n"], got["block"]) == (64, 64, 512)
 
 
@@ -65,15 +64,6 @@ def test_rows_of_a_copy(make, page, rows):
 def test_empty(make):
     for given in ({"rows": 0}, {"batch": 0}, {"heads": (0, 2)}):
         assert plan(make, **given)["kernel"] == "none"
-
-
-def float8(d=64, **options):
-    caches = (far(50, 16, 2, d, strides=(32 * d, 2 * d, d, 1), dtype=FLOAT8) for _ in range(2))
-    return {"d": d, **dict(zip(("k_cache", "v_cache"), caches, strict=True)), **options}
-
-
-def far(*shape, strides, dtype="bfloat16"):
-    return ExchangeTensor(*shape, dtype=dtype, strides=strides)
 
 
 def test_pages_of_any_stride(make):
@@ -90,17 +80,6 @@ def test_pages_of_any_stride(make):
     [
         ("`q` must have a head dimension that is a multiple of 8 up to 512", {"d": 520}),
         ("`q` must have a head dimension that is a multiple of 8 up to 512", {"d": 20}),
-        ("`q` must be bfloat16 or float16", {"dtype": "float8_e4m3fn"}),
-        (
-            "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens, "
-            "unless the head dimension is a multiple of 16 up to 128",
-            float8(d=256),
-        ),
-        (
-            "`k_cache` must be bfloat16 or float16 with a head dimension of more than 256",
-            float8(d=512, longest=1),
-        ),
-        ("`k_cache` must be bfloat16 or float16 where .* multiple of 16", float8(d=72)),
         ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),
         ("`scale` must be positive", {"scale": 0.0}),
         ("`softcap` must be None or positive", {"softcap": -1.0}),

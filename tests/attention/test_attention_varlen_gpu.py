@@ -61,6 +61,13 @@ def test_lengths(make, d, dtype, options, lengths):
     check(make(*lengths, (4, 2), d, dtype), **options)
 
 
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+def test_softcap(make, d, dtype, options):
+    check(make(*LENGTHS[2], (4, 2), d, dtype), softcap=5.0, **options)
+
+
 def test_what_lies_behind_a_sequence_does_not_matter(make):
     """The next sequence's keys are NaN, and the next one's result is not written over."""
     q, k, v, *rest = make([100, 50, 77], [100, 50, 77], (2, 2), 64)
@@ -193,6 +200,11 @@ def check_gradients(given, return_lse=False, **options):
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
 def test_gradients(make, d, dtype, options, lengths):
     check_gradients(make(*lengths, (4, 2), d, dtype), return_lse=d == 64, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_with_softcap(make, dtype):
+    check_gradients(make(*LENGTHS[2], (4, 2), 128, dtype), causal=True, softcap=5.0)
 
 
 def test_compiled_gradients(make):

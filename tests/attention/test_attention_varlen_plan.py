@@ -72,18 +72,16 @@ def test_one_kernel_for_all_masks_of_wide_heads(make, columns, left, right):
     got = plan(make, **columns, left=left, right=right)
     assert got["kernel"] == f"{name}_packed" and got["dynamic_smem"] <= 232448
     assert (got["band"] > 1) == (left < 0 <= right)  # later queries see more keys
-    if "dtype" not in columns:
-        capped = plan(make, **columns, left=left, right=right, softcap=5.0)["kernel"]
-        assert capped == f"{name}_capped_packed"
+    capped = plan(make, **columns, left=left, right=right, softcap=5.0)["kernel"]
+    assert capped == f"{name}_capped_packed"
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])
-def test_one_kernel_with_a_cap(make, d):
+@pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_one_kernel_with_a_cap(make, d, dtype, short):
     for options in ({}, {"right": 0}, {"left": 5, "right": 0}):
-        kernel = plan(make, d=d, softcap=5.0, **options)["kernel"]
-        assert kernel == "attention_bf16_d256_128x64_window_capped_packed"
-    with pytest.raises(NotImplementedError, match="`softcap` must be None unless tensors are bf"):
-        plan(make, d=d, softcap=5.0, dtype="float16")
+        kernel = plan(make, d=d, softcap=5.0, dtype=dtype, **options)["kernel"]
+        assert kernel == f"attention_{short}_d256_128x64_window_capped_packed"
 
 
 @pytest.mark.parametrize(("name", "d", "d_v"), [("q", 264, 8), ("q", 60, 64), ("v", 64, 264)])

@@ -43,7 +43,7 @@ def test_each_has_a_case_that_is_reported(rule):
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", WRITE_READ),
         ("racecheck", "attention_backward_fp16_d128_64x128", WRITE_READ),
         ("racecheck", "mla_decode<BFloat16, 1, 0>", READ_WRITE),
-        ("racecheck", "attention_paged_wide<BFloat16, 1>", READ_WRITE),
+        ("racecheck", "attention_paged_wide<BFloat16, 1, 0>", READ_WRITE),
         ("racecheck", "mla_sparse<Float16, 0, 1>", WRITE_READ),
         ("racecheck", "w4_tiles<1, 0, 256, 1, 3>", READ_WRITE),
         ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),

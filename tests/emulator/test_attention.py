@@ -207,10 +207,11 @@ def test_varlen_of_wide_heads(lengths, options, d, d_v):
     check_varlen(*lengths, (2, 1), d, d_v=d_v, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
-def test_varlen_with_a_cap(options, d):
-    check_varlen(*LENGTHS[2], (2, 1), d, softcap=2.0, **options)
+def test_varlen_with_a_cap(options, d, dtype):
+    check_varlen(*LENGTHS[2], (2, 1), d, dtype, softcap=2.0, **options)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

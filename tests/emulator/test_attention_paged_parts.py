@@ -44,7 +44,7 @@ class Sequence:
         tensors += (table[[i for i, *_ in at], :pages], torch.tensor([n for *_, n in at]).int())
         longest = int(ends.diff().max())
         values = list(arguments((*tensors, ends.int(), longest), **self.options))
-        values[-2] = most
+        values[-4] = most
         values[11] = values[11] if lse else None
         floats = kernels.paged_attention_plan(*values)["workspace"]
         kernels.paged_attention(*values, torch.full((floats,), torch.nan) if floats else None)
@@ -91,7 +91,7 @@ def both_ways(lengths, heads, lse, most):
     with tiercel.batch_invariant():
         for pages, bound, chained in ((table, most, True), (room, None, False)):
             values = list(arguments((q, k, v, pages, *rest)))
-            values[-2] = bound
+            values[-4] = bound
             if not lse:
                 values[11] = None
             plan = kernels.paged_attention_plan(*values)

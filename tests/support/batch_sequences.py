@@ -85,6 +85,8 @@ def decode_attention(source, queries=1, cache=None, d=128, group=4, **options):
 @case("paged_attention")
 @case("paged_attention", "mixed", most=90)
 @case("paged_attention", "float8", most=8, cache=torch.float8_e4m3fn)
+@case("paged_attention", "float8 chunks", most=90, cache=torch.float8_e4m3fn)
+@case("paged_attention", "float8 of wide heads", most=40, cache=torch.float8_e4m3fn, d=512)
 @case("paged_attention", "window", most=40, window=(700, 0))
 @case("paged_attention", "trees", most=24, trees=True)
 @case("paged_attention", "wide", most=40, d=512)

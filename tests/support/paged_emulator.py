@@ -14,10 +14,12 @@ def arguments(given, sinks=None, causal=True, window=None, softcap=None, **scale
     """The arguments of _C.paged_attention, but the workspace."""
     *tensors, longest = given
     q = given[0]
-    out = q.new_full((*q.shape[:2], given[2].shape[3]), torch.nan)
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    out = torch.full((*q.shape[:2], given[2].shape[3]), torch.nan, dtype=dtype)
     lse = torch.full((q.shape[1], len(q)), torch.nan)
     factors = (scales.get("k_scale"), scales.get("v_scale"))
-    options = (causal, window, None, softcap, None, scales.get("tree_mask"))
+    more = (scales.get(name) for name in ("tree_mask", "prefix", "q_scale"))
+    options = (causal, window, None, softcap, None, *more)
     return (*tensors, sinks, longest, *factors, out, lse, *options)
 
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of paged_attention for tensors that are only descriptions."""
 
+from support.dlpack_tensor import ExchangeTensor
+
 from tiercel import _C
+
+FLOAT8 = "float8_e4m3fn"
 
 
 def plan(
@@ -40,5 +44,22 @@ def plan(
         given.get("v_scale"),
         tensor("out", rows, heads[0], d),
         given.get("lse"),
-        *(causal, window, scale, softcap, most, given.get("tree")),
+        *(causal, window, scale, softcap, most),
+        *(given.get(name) for name in ("tree", "prefix", "q_scale")),
     )
+
+
+def far(*shape, strides, dtype="bfloat16"):
+    return ExchangeTensor(*shape, dtype=dtype, strides=strides)
+
+
+def float8(d=64, **options):
+    """The arguments of float8 caches."""
+    caches = (far(50, 16, 2, d, strides=(32 * d, 2 * d, d, 1), dtype=FLOAT8) for _ in range(2))
+    return {"d": d, **dict(zip(("k_cache", "v_cache"), caches, strict=True)), **options}
+
+
+def queries(rows=900, d=64, **options):
+    """The arguments of float8 queries."""
+    q, out = ExchangeTensor(rows, 8, d, dtype=FLOAT8), ExchangeTensor(rows, 8, d, dtype="bfloat16")
+    return float8(d=d, **{"q": q, "out": out, "rows": rows, **options})

@@ -137,8 +137,8 @@ Status attention_problem(const char* op, const TensorView& q, const TensorView& 
   if (!(options.softcap >= 0.0) || !std::isfinite(options.softcap)) {
     return unsupported(op, "softcap", "be None or positive", std::to_string(options.softcap));
   }
-  if (packed && q.dtype != DType::kBFloat16 && options.softcap != 0.0) {
-    return unsupported(op, "softcap", "be None unless tensors are bfloat16",
+  if (packed && q.dtype == DType::kFloat8E4M3 && options.softcap != 0.0) {
+    return unsupported(op, "softcap", "be None unless tensors are bfloat16 or float16",
                        std::to_string(options.softcap));
   }
   const int64_t heads = q.shape[q.ndim - 2], d = q.shape[q.ndim - 1], d_v = v.shape[v.ndim - 1];

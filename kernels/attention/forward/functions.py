@@ -23,8 +23,6 @@ _TILES = (
     (256, 2, 64, 2, 1, 1),
 )
 _PACKED_TILES = (_TILES[1], _TILES[3])
-# Wider heads, and in bfloat16 a cap: compiled for a window only, which serves all masks.
-_PACKED_WINDOWS = (("bf16", False), ("fp16", False), ("bf16", True))  # capped or not
 _NOT = ((64, 2, "none"),)  # where another tile is always better
 
 # Keys of 192 columns, values of 128 (latent attention's prefill). Other values of another size than
@@ -116,9 +114,11 @@ def functions():
         for tile in _PACKED_TILES
         for mask in MASKS
     ]
+    # Wider heads, and a cap: compiled for a window only, which serves all masks.
     built += [
         function(dtype, _TILES[-1], "window", capped, packed=True)
-        for dtype, capped in _PACKED_WINDOWS
+        for dtype in _DTYPES
+        for capped in (False, True)
     ]
     built += [
         function("bf16", _NARROW_TILE, mask, packed=packed, d_v=_NARROW_VALUES)

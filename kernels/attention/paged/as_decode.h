@@ -21,17 +21,20 @@ class AsDecode {
     const int64_t batch = call.cu_seqlens_q->shape[0] - 1, heads = q_.shape[1];
     const int64_t kv_heads = std::max<int64_t>(call.k_cache->shape[2], 1);
     // A tree may be of one token.
-    const int64_t most = std::max<int64_t>(call.max_q, call.tree != nullptr);
+    int64_t most = std::max<int64_t>(call.max_q, call.tree != nullptr);
+    alone_ = is_alone(call);
+    // No sequence has more queries than all of them.
+    if (alone_ && call.tree == nullptr) most = std::min(most, std::max<int64_t>(total_, 1));
     rows_ = most > kMostRows ? kMostRows + 1 : most * (heads / kv_heads);
     float8_ = call.k_cache->dtype == DType::kFloat8E4M3;
     tree_ = call.tree != nullptr;
-    alone_ = tree_ && !may_be_tiles(call);
     near_ = near(*call.cu_seqlens_q) && (!tree_ || near(*call.tree));
     one_dimension_ = call.one_head_dimension();
     set(batch, most, &q_, q_shape_, q_strides_);
     set(batch, most, &out_, out_shape_, out_strides_);
     DecodeTensors& t = decode_.tensors;
     t = {&q_, call.k_cache, call.v_cache, call.page_table, call.seqused_k, &out_};
+    t.prefix = call.prefix;
     t.k_scale = call.k_scale;
     t.v_scale = call.v_scale;
     t.sinks = call.sinks;
@@ -58,6 +61,14 @@ class AsDecode {
            near_ && (total_ == 1 || aligned);
   }
   const DecodeCall& call() const { return decode_; }
+
+  // True for calls that no other kernel takes: some trees, and float8 caches in the batch-invariant
+  // mode, where chunks of any size have the bits of decoding.
+  static bool is_alone(const PagedAttentionCall& call) {
+    if (call.tree != nullptr) return !may_be_tiles(call);
+    return batch_invariant() && call.k_cache->dtype == DType::kFloat8E4M3 &&
+           call.q->shape[2] % 16 == 0 && call.q->shape[2] <= 256;
+  }
 
   // True if there is a kernel with tiles of more rows that takes the tree of a call: tree.py. It is
   // for bfloat16 and 128 columns, without window and cap, and not for the batch-invariant mode.
@@ -93,7 +104,7 @@ class AsDecode {
   int64_t lse_shape_[3], lse_strides_[3];
   int64_t total_, d_, rows_;
   bool float8_, tree_, near_, one_dimension_;
-  bool alone_;  // no other kernel takes the call
+  bool alone_;  // no other kernel takes the call: any number of rows
 };
 
 }  // namespace tiercel

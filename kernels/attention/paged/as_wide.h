@@ -14,9 +14,9 @@
 
 namespace tiercel {
 
-inline const PagedWideKernel& wide_kernel(DType dtype) {
+inline const PagedWideKernel& wide_kernel(DType dtype, bool float8) {
   return *KernelTable(paged_wide_kernels).find([&](const auto& kernel) {
-    return kernel.dtype == dtype;
+    return kernel.dtype == dtype && kernel.float8 == float8;
   });
 }
 
@@ -28,14 +28,17 @@ inline void set_wide(const PagedAttentionCall& call, const AttentionPagedArgumen
   w->lse = static_cast<float*>(a.lse);
   w->sinks = split ? nullptr : static_cast<const float*>(a.sinks);
   w->tree = call.tree == nullptr ? nullptr : static_cast<const char*>(call.tree->data);
+  w->prefixes = static_cast<const char*>(a.prefixes);
+  w->k_scale = static_cast<const float*>(a.k_scale);
+  w->v_scale = static_cast<const float*>(a.v_scale);
   w->starts = static_cast<const char*>(a.starts_q);
   w->lengths = static_cast<const char*>(a.lengths);
   w->table = static_cast<const char*>(a.table);
   const PagedCache* caches[] = {&k, &v};
   for (int i = 0; i < 2; ++i) {
-    const int64_t bytes = dtype_bytes(call.q->dtype);
-    w->cache[i] = {static_cast<const char*>(caches[i]->rows.data), caches[i]->strides[0] * bytes,
-                   caches[i]->strides[1] * bytes};
+    const int64_t bytes = dtype_bytes(call.q->dtype), of_cache = dtype_bytes(caches[i]->rows.dtype);
+    w->cache[i] = {static_cast<const char*>(caches[i]->rows.data), caches[i]->strides[0] * of_cache,
+                   caches[i]->strides[1] * of_cache};
     w->q_strides[i] = call.q->strides[i] * bytes;
     w->out_strides[i] = w->result_strides[i] = call.out->strides[i] * bytes;
   }
@@ -43,6 +46,9 @@ inline void set_wide(const PagedAttentionCall& call, const AttentionPagedArgumen
   w->start_step = a.step_q;
   w->length_step = a.length_step;
   w->table_step = a.table_step;
+  w->prefix_step = a.prefix_step;
+  w->k_scale_step = a.k_scale_step;
+  w->v_scale_step = a.v_scale_step;
   w->tree_step = call.tree == nullptr ? 0 : step_of(*call.tree);
   w->batch = a.batch;
   w->total = a.total_q;

@@ -18,9 +18,6 @@ Status check_integers(const Argument& argument, const Argument& q) {
 
 Status check_dtypes(const Argument& q, const Argument& k, const Argument& v, const Argument& out) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
-  if (q.view.dtype == DType::kFloat8E4M3) {
-    return unsupported(q, "be bfloat16 or float16", "float8_e4m3fn");
-  }
   if (!is_float8(k.view)) TIERCEL_RETURN_IF_ERROR(check_dtype(k, {q.view.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(v, {k.view.dtype}));
   return check_dtype(out, {q.view.dtype});
@@ -88,6 +85,18 @@ Status check_paged(const PagedAttentionCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_attention_sinks(kOp, "sinks", *call.sinks, heads, q.view));
   }
   if (call.tree != nullptr) TIERCEL_RETURN_IF_ERROR(check_tree(call, q));
+  if (call.prefix != nullptr) {
+    const Argument prefix{kOp, "prefix", *call.prefix};
+    TIERCEL_RETURN_IF_ERROR(check_shape(prefix, {batch}, "[B]"));
+    TIERCEL_RETURN_IF_ERROR(check_integers(prefix, q));
+    if (call.tree != nullptr) {
+      return Status::InvalidArgument(mismatch(prefix, "be None with `tree_mask`", "a tensor"));
+    }
+  }
+  if (call.q_scale != nullptr) {
+    return Status::InvalidArgument(
+        mismatch({kOp, "q_scale", *call.q_scale}, "be None unless `q` is float8", "a tensor"));
+  }
   for (const TensorView* scale : {call.k_scale, call.v_scale}) {
     if (scale == nullptr) continue;
     const Argument argument{kOp, scale == call.k_scale ? "k_scale" : "v_scale", *scale};

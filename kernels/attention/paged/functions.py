@@ -10,6 +10,7 @@ from kernels.attention.forward.functions import variant_of
 from kernels.attention.paged.chained import ChainedAttention, ChainedOperands
 from kernels.attention.paged.kernel import COPY_ROWS, POINTERS, SIZES, PagedAttention
 from kernels.attention.paged.operands import Factors, PagedOperands
+from kernels.attention.paged.prefix import PrefixAttention, PrefixOperands
 from kernels.attention.paged.tree import TreeAttention, TreeOperands
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
@@ -23,12 +24,14 @@ _TILES = (
 # The only tiles for which chained.py and tree.py are compiled.
 _CHAINED_TILE = (128, 2, 128, 2, 1, 2)
 _TREE_TILE = (128, 2, 128, 2, 2, 2)
+# Up to this head dimension a kernel takes 16-bit and float8 caches.
+_MOST_OF_BOTH = 128
 # A window without limits is no mask.
 _KINDS = (("causal", False), ("window", False), ("window", True))
 
 _ONE = 0x3F800000
 _FIXED = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0, "band": 1}
-_NUMBERS = (*SIZES, *Factors._fields[2:], "tree_step")
+_NUMBERS = (*SIZES, *Factors._fields[2:], "tree_step", "prefix_step")
 _FIXED |= {name: 9 + i for i, name in enumerate(_NUMBERS)}  # all different
 _CHECKED = (
     dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_FIXED, blocks=132),
@@ -36,11 +39,19 @@ _CHECKED = (
 )
 
 
-def function(dtype, tile, mask, capped=False, chained=False, tree=False):
+def function(dtype, tile, mask, capped=False, chained=False, tree=False, float8=None):
     element, enumerator = _DTYPES[dtype]
     v = variant_of(tile, mask, capped, packed=True)
     name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
-    kernel = PagedAttention(name, PagedOperands(element, v), v)
+    if float8 is None:
+        float8 = v.d <= _MOST_OF_BOTH and not chained and not tree
+    elif float8:
+        name += "_float8"
+    prefix = mask == "window"
+    of, operands = (PagedAttention, PagedOperands)
+    if prefix:
+        of, operands = (PrefixAttention, PrefixOperands)
+    kernel = of(name, operands(element, v, float8), v)
     if chained:
         kernel = ChainedAttention(name + "_chained", ChainedOperands(element, v), v)
     if tree:
@@ -56,6 +67,9 @@ def function(dtype, tile, mask, capped=False, chained=False, tree=False):
         for name in POINTERS
     )
     sizes = tuple(map(Scalar, SIZES))
+    if prefix:
+        starts += (Pointer("prefixes", cutlass.Int32, align=4),)
+        sizes += (Scalar("prefix_step"),)
     if tree:
         starts += (Pointer("tree", cutlass.Int64, align=8),)
         sizes += (Scalar("tree_step"),)
@@ -90,17 +104,19 @@ def function(dtype, tile, mask, capped=False, chained=False, tree=False):
         str(capped).lower(),
         str(chained).lower(),
         str(tree).lower(),
+        str(float8).lower(),
     )
     arguments = (*pointers, lse, None, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
 
 
 def functions():
-    built = [
-        function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
-    ]
+    small, wide = _TILES[0], _TILES[-1]
     return [
-        *built,
-        function("bf16", _CHAINED_TILE, "causal", chained=True),
-        function("bf16", _TREE_TILE, "causal", tree=True),
+        function("bf16", small, "causal"),
+        function("bf16", wide, "causal", float8=True),
+        function("bf16", small, "window"),
+        function("bf16", wide, "causal"),
+        function("bf16", wide, "window", capped=True, float8=True),
+        function("bf16", wide, "window", capped=True),
     ]

@@ -59,7 +59,8 @@ _LOADERS = 8  # their named barrier
 # the engine from copies of float8 pages.
 BY_ENGINE, BY_LANES, BY_WIDENING, FROM_COPIES = range(4)
 
-_AT_ONCE = 4  # chunks of float8 that a lane widens
+_PAGE = 128  # keys of a page of the copies; wide heads have two blocks of it
+_CHUNKS = 16  # of 8 float8, that a lane loads at once for copies
 
 # Row numbers of no sequence; sums with lengths and windows fit 32 bits.
 _NO_ROW = 1 << 28
@@ -132,6 +133,7 @@ class PagedAttention(AttentionForward):
         super().__init__(name, operands, variant)
         self.loader_registers, self.registers = 56, 224  # to widen needs more
         self.widens = operands.widens
+        self.page_blocks = _PAGE // variant.tile_n
 
     # Maps and shared memory.
 
@@ -280,9 +282,17 @@ class PagedAttention(AttentionForward):
     def free_blocks(self, row, offset, low, last, paged, problem):
         queries = self.tile_queries(paged)
         return free_blocks(
-            self.row_and_part(row)[0] * queries + offset,
+            self.own_key(self.row_and_part(row)[0] * queries + offset, problem),
             *(queries, self.tile_n, low, last, problem.left, problem.right, self.mask),
         )
+
+    def own_key(self, own, problem):
+        """The key of a query, which limits the keys that it sees."""
+        return own
+
+    def least_blocks(self):
+        """The fewest blocks of keys of a tile with queries."""
+        return 1
 
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
@@ -295,7 +305,7 @@ class PagedAttention(AttentionForward):
             *(problem.left, problem.right, self.mask),
         )
         # A tile without queries: one block, of which nothing is read.
-        last = cutlass.max(last, 1)
+        last = cutlass.max(last, self.least_blocks())
         last = last if row * rows < queries else Int32(1)
         low = cutlass.min(low, last - 1)
         first, each = low, cute.ceil_div(last - low, paged.parts)
@@ -325,6 +335,7 @@ class PagedAttention(AttentionForward):
         return blocks
 
     def hide(self, s, column, own, keys, problem):
+        own = [self.own_key(x, problem) for x in own]
         begin, end = None, [cutlass.min(keys - column, x + problem.right + 1 - column) for x in own]
         if self.mask == "window":
             begin = [x - problem.left - column for x in own]
@@ -456,7 +467,7 @@ class PagedAttention(AttentionForward):
         if warp_index == 2:
             self.read_copies(k, blocks, k_state, step, first_page, kv_heads, *of_tile)
         if warp_index % 2 == 1:
-            page_bytes = self.tile_n * paged.columns * 2
+            page_bytes = _PAGE * paged.columns * 2
             at = (Int64(first_page) * kv_heads + head) * page_bytes
             source, row_bytes, _, _ = self.ring_of(k, head)
             state, target = k_state, paged.k_copies.toint() + at
@@ -464,6 +475,7 @@ class PagedAttention(AttentionForward):
                 source, row_bytes, _, _ = self.ring_of(v, head)
                 state, target = v_state, paged.v_copies.toint() + at
             from_and_to = (source, row_bytes, target, Int64(kv_heads) * page_bytes)
+            low, last = low // self.page_blocks, cute.ceil_div(last, self.page_blocks)
             self.make_copies(*from_and_to, state, step, low, last, paged, table, keys)
 
     @cute.jit
@@ -477,9 +489,11 @@ class PagedAttention(AttentionForward):
             block = last - 1 - step
             seen = cutlass.min(cutlass.max(keys - block * self.tile_n, 0), self.tile_n)
             block = block if seen > 0 else Int32(0)
+            page = block // self.page_blocks
             if seen > 0:
-                wait_for(state + Int64(block) * state_step)
-            end = (first_page + block) * (self.tile_n * kv_heads) + seen
+                wait_for(state + Int64(page) * state_step)
+            end = (first_page + page) * (_PAGE * kv_heads) + seen
+            end += (block - page * self.page_blocks) * self.tile_n
             ring.sync_object_empty.wait(index, parity)
             self.expect(Int32(barrier.toint()))
             for column in cutlass.range_constexpr(self.d // PIECE):
@@ -491,13 +505,14 @@ class PagedAttention(AttentionForward):
     def make_copies(
         self, source, row_bytes, target, page_step, state, state_step, low, last, paged, table, keys
     ):
-        """One warp: pages that the tile sees and nobody has begun to widen, the last ones first."""
+        """One warp: pages that the tile sees and nobody has begun to widen, the last ones first.
+        They are those from `low` to `last`."""
         lane = cute.arch.lane_idx()
         own_row, chunk = lane // 8, lane % 8
         source += chunk * 8
         target += own_row * (paged.columns * 2) + chunk * 16
         # Pages from `at` on are begun.
-        at = cutlass.min(last, cute.ceil_div(keys, self.tile_n))
+        at = cutlass.min(last, cute.ceil_div(keys, _PAGE))
         while at > low:
             page = at - 1 - lane
             skipped = find(state + Int64(page) * state_step, page - low)
@@ -507,7 +522,7 @@ class PagedAttention(AttentionForward):
                 to_state = state + Int64(at) * state_step
                 if claim(to_state) == 0:
                     to = target + at * page_step
-                    self.widen_copy(source, row_bytes, to, paged, table, keys, at * self.tile_n)
+                    self.widen_copy(source, row_bytes, to, paged, table, keys, at * _PAGE)
                     publish(to_state)
 
     @cute.jit
@@ -517,7 +532,8 @@ class PagedAttention(AttentionForward):
         own_row, inside = lane // 8, paged.columns - lane % 8 * 8
         page = self.page_of(paged, table, keys, first + lane)
         place = Int32(0)
-        for part in cutlass.range(self.tile_n // 16, unroll=1):
+        count = min(_CHUNKS // (self.d // PIECE), 4)  # rows whose loads are in flight
+        for part in cutlass.range(_PAGE // 16, unroll=1):
             row = first + part * 16
             if part % 2 == 0:
                 place = self.place_of(paged, page, row + lane)
@@ -527,8 +543,10 @@ class PagedAttention(AttentionForward):
                 at = cute.arch.shuffle_sync(place, part % 2 * 16 + i * 4 + own_row)
                 rows.append(source + Int64(at) * row_bytes)
             to = target + Int64(part) * (paged.columns * 32)
-            seen = keys - row - own_row
-            widen_rows(rows, to, paged.columns * 8, seen, inside, self.d, self.operands.dtype)
+            seen, step = keys - row - own_row, paged.columns * 8
+            for i in cutlass.range_constexpr(0, 4, count):
+                some = (rows[i : i + count], to + Int64(i) * step, step, seen - 4 * i)
+                widen_rows(*some, inside, self.d, self.operands.dtype)
 
     def ring_of(self, to, head):
         """Addresses of a ring for lanes: a head's rows, bytes of a row, the first stage, and its
@@ -622,7 +640,7 @@ class PagedAttention(AttentionForward):
             barrier, to = full + index * 8, memory + own + index * (self.tile_n * self.d * 2)
             seen = keys - first - warp_index * rows - own_row
             self.wait(barrier + self.variant.stages * 8, parity)
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(rows // 8):
                 at_row = cute.arch.shuffle_sync(of_copy, i * 8 + own_row)
                 at_row = source + Int64(at_row) * row_bytes + chunk * 16
                 for piece in cutlass.range_constexpr(self.d // PIECE):
@@ -677,7 +695,7 @@ class PagedAttention(AttentionForward):
     def widen_chunks(self, at):
         """A lane's chunks of several rows, 8 apart: loads first, since the compiler moves none
         across a store."""
-        chunks = range(_AT_ONCE)
+        chunks = range(self.tile_n // LOADERS // 8)
         lines = [
             ".reg .b32 second, " + ", ".join(f"c{n}_{i}" for n in chunks for i in range(4)) + ";",
             ".reg .b32 w<8>; .reg .b16 low, high; .reg .f32 f<2>; xor.b32 second, {$r0}, 16;",

@@ -20,9 +20,9 @@ class Factors(NamedTuple):
 
 
 class PagedOperands(HalfOperands):
-    def __init__(self, dtype, variant):
+    def __init__(self, dtype, variant, widens=True):
         super().__init__(dtype, variant)
-        self.widens = variant.d <= 128  # takes float8 caches
+        self.widens = widens  # takes float8 caches
 
     def scales(self, factors, entry, head, problem):
         if not self.widens:

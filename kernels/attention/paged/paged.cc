@@ -11,6 +11,7 @@
 #include "kernels/attention/paged/cache.h"
 #include "kernels/attention/paged/check.h"
 #include "kernels/attention/paged/head_slice.h"
+#include "kernels/attention/paged/queries.h"
 #include "kernels/attention/paged/split.h"
 #include "kernels/attention/paged/widened.h"
 #include "kernels/sm90/checks.h"
@@ -30,10 +31,10 @@ constexpr int64_t kMostStep = 0x7fffffff;
 constexpr int64_t kMostTiles = int64_t{1} << 22;  // of a key head: kernel.py's _NO_TILE
 constexpr int64_t kRows = 64;                     // of a warpgroup
 constexpr int64_t kWarpgroups = 2;
-constexpr int64_t kMostCopies = 8;     // of the engine, for a block of keys: more start too slowly
-constexpr int64_t kColumns = 64;       // of a copy
-constexpr int64_t kVector = 8;         // elements of out in 16 bytes
-constexpr int64_t kMostWidened = 128;  // head dimension of a float8 cache
+constexpr int64_t kMostCopies = 8;   // of the engine, for a block of keys: more start too slowly
+constexpr int64_t kColumns = 64;     // of a copy
+constexpr int64_t kVector = 8;       // elements of out in 16 bytes
+constexpr int64_t kLaneWidens = 16;  // columns of a float8 cache that a lane converts in a tile
 
 Status check_steps(const Argument& argument) {
   const TensorView& view = argument.view;
@@ -68,22 +69,14 @@ Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
   return check_tensor_map(any, cache.rows, kOp, name);
 }
 
-// Lanes copy and widen float8: 16 of a row at once.
-Status check_float8(const PagedCache& k, int64_t d) {
-  if (d > kMostOfTiles) {
-    return unsupported(k.argument, "be bfloat16 or float16 with a head dimension of more than 256",
-                       "float8_e4m3fn");
-  }
-  if (batch_invariant() || d > kMostWidened || d % 16 != 0) {
-    return unsupported(k.argument,
-                       batch_invariant()
-                           ? "be bfloat16 or float16 in the batch-invariant mode where a sequence "
-                             "may have many new tokens"
-                           : "be bfloat16 or float16 where a sequence may have many new tokens, "
-                             "unless the head dimension is a multiple of 16 up to 128",
-                       "float8_e4m3fn");
-  }
-  return Status();
+// In the batch-invariant mode decode_attention's kernels have all calls over a float8 cache that
+// they can: a row has the bits of decoding in a chunk of any size.
+Status check_float8(const PagedAttentionCall& call, const PagedCache& k) {
+  if (!AsDecode::is_alone(call)) return Status();
+  return unsupported(k.argument,
+                     "be bfloat16 or float16 in the batch-invariant mode, with these strides or "
+                     "this number of queries,",
+                     "float8_e4m3fn");
 }
 
 // Checks that there is a kernel for arguments that fit together and are not empty.
@@ -94,12 +87,20 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   const Argument table{kOp, "page_table", *call.page_table};
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
-  if (is_float8(*call.k_cache)) TIERCEL_RETURN_IF_ERROR(check_float8(k, d));
   if (d < 8 || d > kWideColumns || d % 8 != 0) {
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 512",
                        std::to_string(d));
   }
   TIERCEL_RETURN_IF_ERROR(check_paged_values(call));
+  if (is_float8(*call.k_cache) && call.tree == nullptr) {
+    TIERCEL_RETURN_IF_ERROR(check_float8(call, k));
+  }
+  if (call.prefix != nullptr && options.left >= 0) {
+    return unsupported({kOp, "prefix", *call.prefix},
+                       "be None with a window that limits the keys before a query, where a "
+                       "sequence may have many new tokens,",
+                       "a tensor");
+  }
   if (group > kRows) {
     return unsupported(q_arg, "have at most 64 heads for each of `k_cache`", std::to_string(group));
   }
@@ -128,6 +129,7 @@ Status check_supported(const PagedAttentionCall& call, const PagedCache& k, cons
   TIERCEL_RETURN_IF_ERROR(check_steps(table));
   TIERCEL_RETURN_IF_ERROR(check_steps({kOp, "seqused_k", *call.seqused_k}));
   TIERCEL_RETURN_IF_ERROR(check_steps({kOp, "cu_seqlens_q", *call.cu_seqlens_q}));
+  if (call.prefix != nullptr) TIERCEL_RETURN_IF_ERROR(check_steps({kOp, "prefix", *call.prefix}));
   const TensorMapSpec any{
       3, {64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
   TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, q, kOp, "q"));
@@ -204,11 +206,13 @@ struct Choice {
   }
 };
 
-// kernel.py's kernel for head dimensions, a mask and a cap.
+// kernel.py's kernel for head dimensions, a mask and a cap. Small head dimensions have one for all
+// caches.
 const AttentionPagedKernel* find_kernel(const PagedAttentionCall& call, bool chained, bool tree) {
   const AttentionOptions& options = call.options;
   const bool capped = options.softcap != 0.0;
-  const bool causal = !capped && options.left < 0 && options.right == 0;
+  const bool float8 = is_float8(*call.k_cache);
+  const bool causal = !capped && options.left < 0 && options.right == 0 && call.prefix == nullptr;
   const AttentionPagedKernel* found = nullptr;
   int count = 0;
   const AttentionPagedKernel* kernels = attention_paged_kernels(&count);
@@ -216,10 +220,12 @@ const AttentionPagedKernel* find_kernel(const PagedAttentionCall& call, bool cha
     const AttentionPagedVariant& variant = kernels[i].variant;
     if (variant.dtype != call.q->dtype || variant.d < call.widest() || variant.capped != capped ||
         (variant.mask == AttentionMask::kCausal) != causal || variant.chained != chained ||
-        variant.tree != tree) {
+        variant.tree != tree || (float8 && !variant.float8)) {
       continue;
     }
-    if (found == nullptr || variant.d < found->variant.d) found = &kernels[i];
+    const bool closer = found != nullptr && variant.d == found->variant.d && !float8 &&
+                        found->variant.float8 && !variant.float8;
+    if (found == nullptr || variant.d < found->variant.d || closer) found = &kernels[i];
   }
   return found;
 }
@@ -228,7 +234,7 @@ void choose_kernel(const PagedAttentionCall& call, Choice* choice) {
   const TensorView& q = *call.q;
   const int64_t places = call.k_cache->shape[1];
   if (call.widest() > kMostOfTiles) {
-    choice->wide = &wide_kernel(q.dtype);
+    choice->wide = &wide_kernel(q.dtype, is_float8(*call.k_cache));
     choice->tile_n = kWideStep;
     choice->d = kWideColumns;
     choice->copy_rows = std::min<int64_t>(places, kWideStep);
@@ -248,7 +254,8 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
                     Choice* choice) {
   const AttentionOptions& options = call.options;
   const AttentionPagedKernel* chained = nullptr;
-  if (choice->wide == nullptr && call.sinks == nullptr) {
+  if (choice->wide == nullptr && call.sinks == nullptr && call.prefix == nullptr &&
+      !is_float8(*call.k_cache)) {
     chained = find_kernel(call, true, false);
     if (chained != nullptr && chained->variant.d != choice->d) chained = nullptr;
   }
@@ -283,13 +290,19 @@ Status choose_fixed(const PagedAttentionCall& call, const PagedLoad& load, int m
 }
 
 // 0 where the tiles widen what they read. A window may leave out most keys, which all would be
-// copied.
+// copied. Tiles widen whole groups of columns only; of other head dimensions all keys are copied.
 int64_t widened_heads(const PagedAttentionCall& call, const Choice& choice, double steps) {
+  if (!is_float8(*call.k_cache) || choice.wide != nullptr) return 0;
   PagedWidenSizes sizes = widen_sizes(call);
-  if (call.options.left >= 0) return 0;
   sizes.pages *= call.page_table->shape[0];
   sizes.kv_heads = 1;
-  return paged_widened_heads(steps, choice.d, sizes.floats(), call.k_cache->shape[2]);
+  const int64_t heads = call.k_cache->shape[2];
+  if (sizes.d % kLaneWidens != 0) {
+    const int64_t most = std::max<int64_t>(kPagedMostCopied / sizes.floats(), 1);
+    return ceil_div(heads, ceil_div(heads, most));
+  }
+  if (call.options.left >= 0 || batch_invariant()) return 0;
+  return paged_widened_heads(steps, choice.d, sizes.floats(), heads);
 }
 
 Status choose(const PagedAttentionCall& call, const PagedMixed& mixed, int multiprocessors,
@@ -313,12 +326,13 @@ Status choose(const PagedAttentionCall& call, const PagedMixed& mixed, int multi
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * call.out->shape[2];
   if (batch_invariant()) {
     TIERCEL_RETURN_IF_ERROR(choose_fixed(call, load, multiprocessors, choice));
+    choice->widened = widened_heads(call, *choice, 0.0);
   } else {
     if (options.left >= 0) load.keys = std::min(load.keys, attention_limit(options.left) + most);
     choice->parts = paged_parts(load, multiprocessors);
     choice->combined = choice->parts > 1;
     choice->heads = kv_heads;
-    if (is_float8(*call.k_cache) && mixed.few == 0) {
+    if (mixed.few == 0) {
       // Under a causal mask a sequence's first new token sees fewer keys than the last one.
       const double hidden = options.right >= 0 ? std::min(call.max_q, load.keys) / 2 : 0;
       const double seen = 1.0 - hidden / static_cast<double>(std::max<int64_t>(load.keys, 1));
@@ -369,6 +383,10 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const P
   a->k_scale = scale_of(call.k_scale, &a->k_scale_step);
   a->v_scale = scale_of(call.v_scale, &a->v_scale_step);
   a->o = out.data;
+  if (call.prefix != nullptr) {
+    a->prefixes = call.prefix->data;
+    a->prefix_step = step_of(*call.prefix);
+  }
   if (call.tree != nullptr) {
     a->tree = call.tree->data;
     a->tree_step = step_of(*call.tree);
@@ -472,6 +490,7 @@ Status plan_tiles(const PagedAttentionCall& call, const PagedMixed& mixed, int m
       choice.combined ? combine_for(call.q->dtype, choice.part_keys != 0).kernel.name() : "none",
       copied.pages() > 0 ? widen_for(call.q->dtype).kernel.name() : "none",
       "none",
+      "none",
       kernel == nullptr ? kWideRows : kernel->variant.tile_m,
       static_cast<int>(choice.tile_n),
       static_cast<int>(choice.most),
@@ -514,27 +533,19 @@ Status plan_mixed(const PagedAttentionCall& call, int multiprocessors, PagedAtte
 
 Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
                             PagedAttentionPlan* plan) {
+  if (is_float8(*call.q)) return paged_queries_plan(call, multiprocessors, plan);
   TIERCEL_RETURN_IF_ERROR(check_paged(call));
-  *plan = {"none", "none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
+  *plan = {"none", "none", "none", "none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
   if (is_empty(call)) return Status();
   const AsDecode few(call);
   if (few.fits() && decodes(call)) {
     DecodePlan of;
     const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
     if (status.ok()) {
-      *plan = {of.kernel,
-               of.combine,
-               "none",
-               "none",
-               of.rows,
-               of.step,
-               static_cast<int>(call.max_q),
-               1,
-               of.cluster,
-               of.grid,
-               of.block,
-               0,
-               of.workspace};
+      *plan = {of.kernel, of.combine,  "none",  "none",
+               "none",    of.rows,     of.step, static_cast<int>(call.max_q),
+               1,         of.cluster,  of.grid, of.block,
+               0,         of.workspace};
       return status;
     }
     if (status.code() != StatusCode::kUnimplemented) return status;
@@ -604,6 +615,7 @@ Status PagedAttentionLaunch::prepare_tiles(const PagedAttentionCall& call) {
   if (choice.wide != nullptr) {
     wide_ = choice.wide;
     set_wide(call, a, choice.combined, k, v, &wide_arguments_);
+    if (wide_->float8) return Status();  // its rows are loaded by lanes
     const TensorMapSpec spec{3,
                              {static_cast<uint32_t>(choice.copy_rows), 1, 64},
                              CU_TENSOR_MAP_SWIZZLE_128B,
@@ -636,17 +648,17 @@ Status PagedAttentionLaunch::widen(float* workspace, void* stream) {
   a.states = mixed_arguments_.states;
   a.k_copies = k.rows.data;
   a.v_copies = v.rows.data;
-  constexpr int64_t kAtOnce = kPagedWidenPlaces;
-  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, kAtOnce, &a.k_map));
-  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, kAtOnce, &a.v_map));
+  const int64_t rows = kernel_->variant.tile_n;
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 1, k.rows, "k_cache", 1, rows, &a.k_map));
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 2, v.rows, "v_cache", 1, rows, &a.v_map));
   PagedWidenArgs& w = widen_arguments_;
   w.caches[0].to = static_cast<char*>(k.rows.data);
   w.caches[1].to = static_cast<char*>(v.rows.data);
   w.sources = mixed_arguments_.sources;
   LaunchConfig config;
   config.grid = {static_cast<unsigned>(2 * w.kv_heads), static_cast<unsigned>(mixed_.before)};
-  config.block = {static_cast<unsigned>(mixed_.copies.d / (2 * kPagedWidenElements)),
-                  kPagedWidenRows};
+  constexpr int64_t kOfLane = 2 * kPagedWidenElements;
+  config.block = {static_cast<unsigned>(ceil_div(mixed_.copies.d, kOfLane)), kPagedWidenRows};
   config.dependent = true;
   void* pointers[] = {&w};
   return widen_->kernel.launch(config, device_, stream, pointers);

@@ -21,17 +21,19 @@ namespace tiercel {
 // has room for, and an entry that is no page counts as the last page. Rows of out that no sequence
 // has are 0, and minus infinity in lse.
 struct PagedAttentionCall {
-  const TensorView* q = nullptr;             // [Tq, H, D] bfloat16 or float16
-  const TensorView* k_cache = nullptr;       // [pages, page size, Hk, D] of q's dtype or float8
-  const TensorView* v_cache = nullptr;       // the same, or of another head dimension Dv
-  const TensorView* page_table = nullptr;    // [B, pages of a sequence] int32
-  const TensorView* seqused_k = nullptr;     // [B] int32
+  const TensorView* q = nullptr;           // [Tq, H, D] bfloat16, float16 or, as queries.h, float8
+  const TensorView* k_cache = nullptr;     // [pages, page size, Hk, D] of q's dtype or float8
+  const TensorView* v_cache = nullptr;     // the same, or of another head dimension Dv
+  const TensorView* page_table = nullptr;  // [B, pages of a sequence] int32
+  const TensorView* seqused_k = nullptr;   // [B] int32
   const TensorView* cu_seqlens_q = nullptr;  // [B + 1] int32
   const TensorView* sinks = nullptr;         // [H] float32, or null: a further score of each row
   const TensorView* tree = nullptr;          // [Tq] int64, or null: as DecodeRows has it
+  const TensorView* prefix = nullptr;        // [B] int32: keys that all queries see, or null
+  const TensorView* q_scale = nullptr;       // float32, 1 element, of float8 queries, or null: 1
   const TensorView* k_scale = nullptr;       // float32, 1 or Hk elements, float8 only, or null: 1
   const TensorView* v_scale = nullptr;       // the same
-  const TensorView* out = nullptr;           // [Tq, H, Dv], as q
+  const TensorView* out = nullptr;           // [Tq, H, Dv], as q, or bfloat16
   const TensorView* lse = nullptr;           // [H, Tq] float32, or null
   const TensorView* workspace = nullptr;     // float32, or null: the caller allocates it
   AttentionOptions options;
@@ -48,6 +50,7 @@ struct PagedAttentionPlan {
   const char* kernel;   // "none" for an empty output
   const char* combine;  // a second kernel, or "none"
   const char* widen;    // one before them, or "none"
+  const char* convert;  // that of float8 queries, or "none"
   const char* decode;   // the one that decoding sequences have, beside chunks, or "none"
   int tile_m;           // rows of a tile
   int tile_n;           // keys per step

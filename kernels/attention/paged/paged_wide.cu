@@ -10,6 +10,8 @@
 // Queries take 64 KiB of shared memory, a step's keys and values 128: there is room for one step.
 // Each half is loaded again as soon as it has been multiplied.
 //
+// Rows of a float8 cache are converted to 16 bits by the warps that load them.
+//
 // Tiles are numbered as kernel.py does, and a block takes one after the other. A tile's keys may be
 // split among blocks; paged_combine puts the parts together.
 #include <cstdint>
@@ -82,6 +84,7 @@ struct Tiles {
   int queries;      // of the sequence
   int query;        // the block's first one
   int keys;         // of the sequence
+  int prefix;       // of these, that all queries see
   int first, last;  // the part's steps
 
   __device__ __forceinline__ explicit Tiles(const PagedWideArgs& args) : parts(args.parts) {
@@ -126,7 +129,7 @@ struct Tiles {
   // The key behind those that a query of the sequence sees, and the first one. With a tree a query
   // may see any new token, and as few of them as the first query.
   __device__ __forceinline__ int end_of(const PagedWideArgs& args, int at) const {
-    return args.tree != nullptr ? keys : min(keys, at + old() + args.right + 1);
+    return args.tree != nullptr ? keys : min(keys, max(at + old() + args.right + 1, prefix));
   }
   __device__ __forceinline__ int begin_of(const PagedWideArgs& args, int at) const {
     return (args.tree != nullptr ? 0 : at) + old() - args.left;
@@ -158,6 +161,11 @@ struct Tiles {
 
   __device__ __forceinline__ void set_steps(const PagedWideArgs& args) {
     keys = length_at(args, entry);
+    prefix = 0;
+    if (args.prefixes != nullptr) {
+      const char* at = args.prefixes + static_cast<int64_t>(args.prefix_step) * entry;
+      prefix = *reinterpret_cast<const int32_t*>(at);
+    }
     const int end = max(end_of(args, min(query + args.queries, queries) - 1), 0);
     last = (end + kWideStep - 1) / kWideStep;
     const int low = min(max(begin_of(args, query), 0) / kWideStep, last);
@@ -284,6 +292,88 @@ __device__ __forceinline__ void load_rows(const PagedWideArgs& args, int half,
       release(memory.full(half));
     }
   }
+}
+
+// Copies the first `bytes` of 16, which are 0, 8 or 16; zeros follow.
+__device__ __forceinline__ void async_copy_part(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// Converts 16 e4m3 at `second` to 16 bits each: 8 at `first`, 8 in their own place. Exact.
+template <typename Format>
+__device__ __forceinline__ void widen_chunk(uint32_t first, uint32_t second) {
+  uint32_t narrow[4], wide[8];
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(narrow[0]), "=r"(narrow[1]), "=r"(narrow[2]), "=r"(narrow[3])
+               : "r"(second)
+               : "memory");
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 values = e4m3x2_to_float2(narrow[i / 2] >> (i % 2 * 16));
+    const float pair[2] = {values.x, values.y};
+    wide[i] = Format::pack(pair);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(i == 0 ? first : second),
+                 "r"(wide[4 * i]), "r"(wide[4 * i + 1]), "r"(wide[4 * i + 2]), "r"(wide[4 * i + 3])
+                 : "memory");
+  }
+}
+
+// One warp loads its half of all steps of a float8 cache. A lane has 16 columns of every other row:
+// it copies them to where the second half of their 32 bytes will be, and converts them there. Eight
+// lanes have 64 columns of two rows, whose chunks do not share banks.
+template <typename Format>
+__device__ __forceinline__ void load_float8(const PagedWideArgs& args, int half,
+                                            const WideMemory& memory) {
+  const int lane = threadIdx.x % 32, odd = lane / 4 % 2, chunk = 2 * (lane % 4);
+  const int column = half % 2 * (kWideColumns / 2) + lane / 8 * 64 + lane % 4 * 16;
+  const int bytes = min(max(args.columns - column, 0), 16);
+  const PagedWideCache& cache = args.cache[half / 2];
+  const uint32_t to = memory.half(half) + lane / 8 * kBlock + odd * kRowBytes;
+  uint32_t count = 0;
+  for (Tiles tile(args); tile.next(args);) {
+    const char* table = args.table + tile.entry * args.table_row;
+    const char* from = cache.data + tile.kv_head * cache.head + column;
+    for (int step = tile.first; step < tile.last; ++step, ++count) {
+      const int key = step * kWideStep, keys = min(tile.keys - key, kWideStep);
+      int rows[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int own = lane + 32 * i;
+        rows[i] = own < keys ? row_of(args, table, key + own) : 0;
+      }
+      mbarrier_wait(memory.empty(half), count & 1 ^ 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll 4
+        for (int at = 0; at < 32; at += 2) {
+          const int place = __shfl_sync(kFullWarp, rows[i], at + odd), row = 32 * i + at + odd;
+          const int real = row < keys ? bytes : 0;
+          async_copy_part(to + (row - odd) * kRowBytes + ((chunk + 1 ^ row % 8) * 16),
+                          real > 0 ? from + place * cache.row : cache.data, real);
+        }
+      }
+      async_copy_commit();
+      async_copy_wait<0>();
+#pragma unroll 4
+      for (int at = 0; at < kWideStep; at += 2) {
+        const uint32_t row = to + at * kRowBytes;
+        widen_chunk<Format>(row + ((chunk ^ (at + odd) % 8) * 16),
+                            row + ((chunk + 1 ^ (at + odd) % 8) * 16));
+      }
+      proxy_fence();
+      release(memory.full(half));
+    }
+  }
+}
+
+// The factor of a head's stored keys or values.
+__device__ __forceinline__ float stored_factor(const float* factors, int step, int head) {
+  return factors == nullptr ? 1.0f : factors[step * head];
 }
 
 // Zeros in rows of the result that no sequence has, by the threads of one warpgroup.
@@ -493,7 +583,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kPieces][64], const u
 }
 
 // The first warpgroup: scores and probabilities.
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, bool kFloat8>
 __device__ __forceinline__ void score_group(const PagedWideArgs& args, const WideMemory& memory,
                                             unsigned char* pointer) {
   const int thread = threadIdx.x % 128;
@@ -502,13 +592,23 @@ __device__ __forceinline__ void score_group(const PagedWideArgs& args, const Wid
   uint32_t count = 0;
   for (Tiles tile(args); tile.next(args);) {
     if (tile.any()) load_queries(args, tile, memory);
+    float scale = args.scale, slope = args.slope, of_values = 1.0f;
+    if constexpr (kFloat8) {
+      const float of_keys = stored_factor(args.k_scale, args.k_scale_step, tile.kv_head);
+      of_values = stored_factor(args.v_scale, args.v_scale_step, tile.kv_head);
+      if (slope != 0.0f) {
+        slope *= of_keys;
+      } else {
+        scale *= of_keys;
+      }
+    }
     RowState upper, lower;
     for (int step = tile.first; step < tile.last; ++step, ++count) {
       float s[32] = {};
       multiply_keys<kBFloat16>(s, memory, count & 1);
-      if (args.slope != 0.0f) cap_scores(s, args.slope);
+      if (args.slope != 0.0f) cap_scores(s, slope);
       mask_step(args, tile, step * kWideStep, s);
-      const float2 factor = {upper.add<0>(s, args.scale), lower.add<2>(s, args.scale)};
+      const float2 factor = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
       Shares shares;
       shares.pack<Format>(s);
       named_sync<kTakers>(kTaken);
@@ -524,7 +624,7 @@ __device__ __forceinline__ void score_group(const PagedWideArgs& args, const Wid
     for (int second = 0; second < 2; ++second) {
       RowState& state = second ? lower : upper;
       const Row row(args, tile, place.row + 8 * second);
-      inverse[second] = row.real ? close_row(args, row.head, state) : 0.0f;
+      inverse[second] = row.real ? close_row(args, row.head, state) * of_values : 0.0f;
       if (args.lse != nullptr && row.real && thread % 4 == 0) {
         const int64_t line = static_cast<int64_t>(tile.part) * args.heads + row.head;
         args.lse[line * args.total + tile.start + row.query] = log_of_sum(state.largest, state.sum);
@@ -580,7 +680,7 @@ __device__ __forceinline__ void value_group(const PagedWideArgs& args, const Wid
   }
 }
 
-template <typename Format, bool kBFloat16>
+template <typename Format, bool kBFloat16, bool kFloat8>
 __global__ void __launch_bounds__(kWideThreads, 1)
     attention_paged_wide(const __grid_constant__ PagedWideArgs args,
                          const __grid_constant__ CUtensorMap k_map,
@@ -595,8 +695,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       mbarrier_init(barriers + kWideHalves + i, 4);  // warps that read a half
     }
     mbarrier_init_fence();
-    map_prefetch(&k_map);
-    map_prefetch(&v_map);
+    if constexpr (!kFloat8) {
+      map_prefetch(&k_map);
+      map_prefetch(&v_map);
+    }
   }
   __syncthreads();
   grid_dependency_wait();
@@ -604,7 +706,9 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   if (group == 3) {
     set_registers<kLoadRegisters, false>();
     const int half = threadIdx.x % 128 / 32;
-    if (args.copy_rows < kWideLeastBox) {
+    if constexpr (kFloat8) {
+      load_float8<Format>(args, half, memory);
+    } else if (args.copy_rows < kWideLeastBox) {
       load_rows(args, half, memory);
     } else {
       load_boxes(args, half < 2 ? &k_map : &v_map, half, memory, shared);
@@ -613,7 +717,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   } else {
     if (group == 0) {
       set_registers<kScoreRegisters, false>();
-      score_group<Format, kBFloat16>(args, memory, shared);
+      score_group<Format, kBFloat16, kFloat8>(args, memory, shared);
     } else {
       set_registers<kValueRegisters, true>();
       value_group<Format, kBFloat16>(args, memory, shared, group - 1);
@@ -621,13 +725,16 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   }
 }
 
-#define TIERCEL_PAGED_WIDE(dtype)                                                                 \
-  {DType::k##dtype, Kernel("attention_paged_wide<" #dtype ">",                                    \
-                           reinterpret_cast<const void*>(                                         \
-                               attention_paged_wide<dtype, DType::k##dtype == DType::kBFloat16>), \
-                           kWideShared)}
+#define TIERCEL_PAGED_WIDE(dtype, float8)                                                \
+  {DType::k##dtype, float8,                                                              \
+   Kernel("attention_paged_wide<" #dtype ", float8=" #float8 ">",                        \
+          reinterpret_cast<const void*>(                                                 \
+              attention_paged_wide<dtype, DType::k##dtype == DType::kBFloat16, float8>), \
+          kWideShared)}
 
-const PagedWideKernel kKernels[] = {TIERCEL_PAGED_WIDE(BFloat16), TIERCEL_PAGED_WIDE(Float16)};
+const PagedWideKernel kKernels[] = {
+    TIERCEL_PAGED_WIDE(BFloat16, false), TIERCEL_PAGED_WIDE(Float16, false),
+    TIERCEL_PAGED_WIDE(BFloat16, true), TIERCEL_PAGED_WIDE(Float16, true)};
 
 }  // namespace
 

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kPagedWidenLanes* kPagedWidenRows)
 
   const char* from = cache.from + head * cache.head + threadIdx.x * kPagedWidenElements;
   const int half = blockDim.x * kPagedWidenElements;
+  const bool second = threadIdx.x * kPagedWidenElements + half < args.columns;
   uint32_t narrow[kRows][2][2];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -74,10 +75,10 @@ __global__ void __launch_bounds__(kPagedWidenLanes* kPagedWidenRows)
     if (at >= keys) continue;
     const char* row = from + row_of(args, pages[i], first + at) * cache.row;
     load_vector(narrow[i][0], row);
-    load_vector(narrow[i][1], row + half);
+    if (second) load_vector(narrow[i][1], row + half);
   }
   const int64_t tile = static_cast<int64_t>(page) * args.kv_heads + head;
-  const int row_bytes = 4 * half;
+  const int row_bytes = 2 * args.columns;
   char* to = cache.to + tile * (kPagedWidenPlaces * row_bytes) + threadIdx.x * 16;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -86,6 +87,7 @@ __global__ void __launch_bounds__(kPagedWidenLanes* kPagedWidenRows)
     uint32_t wide[4];
     widen<Format>(narrow[i][0], wide);
     store_vector(to + at * row_bytes, wide);
+    if (!second) continue;
     widen<Format>(narrow[i][1], wide);
     store_vector(to + at * row_bytes + 2 * half, wide);
   }

@@ -36,11 +36,14 @@ struct PagedWideCache {
 
 struct PagedWideArgs {
   const char* q;
-  char* out;           // where parts go, if keys are split
-  char* result;        // whose rows are 0 where no sequence has them
-  float* lse;          // [parts * heads, total], or null
-  const float* sinks;  // [heads], or null
-  const char* tree;    // [total] words of 64 bits, or null; bit j: the row sees new token j
+  char* out;             // where parts go, if keys are split
+  char* result;          // whose rows are 0 where no sequence has them
+  float* lse;            // [parts * heads, total], or null
+  const float* sinks;    // [heads], or null
+  const char* tree;      // [total] words of 64 bits, or null; bit j: the row sees new token j
+  const char* prefixes;  // of sequences: keys that all of its queries see; or null
+  const float* k_scale;  // of a float8 cache, for each head or all of them; or null: 1
+  const float* v_scale;
   // Contents are not trusted: each value is clamped where it is read.
   const char* starts;
   const char* lengths;
@@ -54,6 +57,9 @@ struct PagedWideArgs {
   int32_t length_step;
   int32_t table_step;
   int32_t tree_step;
+  int32_t prefix_step;
+  int32_t k_scale_step;  // elements, from a head to the next: 0 or 1
+  int32_t v_scale_step;
   int batch;
   int total;      // rows of q
   int heads;      // of q
@@ -78,6 +84,7 @@ struct PagedWideArgs {
 
 struct PagedWideKernel {
   DType dtype;
+  bool float8;  // the cache
   Kernel kernel;
 };
 

@@ -15,7 +15,7 @@ namespace tiercel {
 inline constexpr int kPagedWidenPlaces = 128;  // of a page of the copies
 inline constexpr int kPagedWidenElements = 8;  // of a load
 inline constexpr int kPagedWidenRows = 32;     // that a block has at once
-inline constexpr int kPagedWidenLanes = 8;     // of a row, at most: a lane loads from both halves
+inline constexpr int kPagedWidenLanes = 16;    // of a row, at most: a lane loads from both halves
 
 // A block has the keys or the values of a page and a head: blockIdx.x is the head of one or the
 // other, blockIdx.y the page, threadIdx.x the load of half a row, threadIdx.y the row.
@@ -50,6 +50,7 @@ struct PagedWidenArgs {
   int32_t length_step;
   int32_t capacity;  // keys of a sequence, at most; not 0
   int32_t kv_heads;
+  int32_t columns;    // of a row
   int32_t page_bits;  // log2 of the keys of a page of the cache
   int32_t page_rows;  // from a page to the next
   int32_t last_page;

@@ -89,6 +89,7 @@ inline void set_widen(const PagedAttentionCall& call, const PagedWidenSizes& siz
   a->table_step = step_of(table);
   a->length_step = step_of(lengths);
   a->capacity = static_cast<int32_t>(std::max<int64_t>(sizes.capacity, 1));
+  a->columns = static_cast<int32_t>(sizes.d);
   a->kv_heads = static_cast<int32_t>(sizes.kv_heads);
   while ((int64_t{1} << a->page_bits) < call.k_cache->shape[1]) ++a->page_bits;
   a->page_rows = static_cast<int32_t>(k.page_rows);

@@ -41,7 +41,7 @@ def attention_forward(
     mask = attention_mask
     if mask is None:
         mask = _mask_of_none(module, query, key, is_causal)
-    why = _why_not(query, key, value, mask, dropout, softcap, kwargs)
+    why = _why_not(query, key, value, mask, dropout, kwargs)
     if why is None:
         assert isinstance(mask, Mask)
         return _attend(query, key, value, mask, scaling, softcap, s_aux, kwargs), None
@@ -85,7 +85,6 @@ def _why_not(
     value: Tensor,
     mask: Mask | Tensor,
     dropout: float,
-    softcap: float | None,
     kwargs: dict[str, Any],
 ) -> str | None:
     """The reason why Tiercel does not support this call, or None."""
@@ -119,9 +118,7 @@ def _why_not(
     ):
         return "a mask for another number of keys"
     if mask.sequences is not None or _given_sequences(kwargs, mask, query):
-        if softcap is None or query.dtype == torch.bfloat16:
-            return None
-        return "packed sequences with softcap that are not bfloat16"
+        return None
     if mask.perhaps_packed and not kwargs.get(ONE_SEQUENCE):
         return (
             "position ids may pack sequences, which a compiled graph cannot know: pass "

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/attention/paged/kernels.h"
 #include "kernels/attention/paged/paged.h"
+#include "kernels/attention/paged/queries.h"
 #include "python/bindings/attention_options.h"
 #include "python/bindings/functions.h"
 #include "python/bindings/workspace.h"
@@ -29,6 +30,8 @@ constexpr Field<PagedAttentionCall> kFields[] = {
     ValueOrNone<&PagedAttentionCall::options, &AttentionOptions::softcap>("softcap"),
     ValueOrNone<&PagedAttentionCall::max_keys>("max_seqused_k"),
     MayBeAbsent(Optional<&PagedAttentionCall::tree>("tree_mask")),
+    MayBeAbsent(Optional<&PagedAttentionCall::prefix>("prefix")),
+    MayBeAbsent(Optional<&PagedAttentionCall::q_scale>("q_scale")),
     MayBeAbsent(Optional<&PagedAttentionCall::workspace>("workspace")),
 };
 constexpr Parameters<PagedAttentionCall> kPaged{"paged_attention", kFields};
@@ -37,7 +40,7 @@ PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Parsed<kPaged> parsed;
   if (!parsed.Read(values, count)) return nullptr;
   const PagedAttentionCall& call = parsed.call;
-  PagedAttentionLaunch launch;
+  PagedQueriesLaunch launch;
   if (const Status status = launch.prepare(call); !status.ok()) return Raise(status);
   void* stream = nullptr;
   if (!parsed.of_stream().CurrentStream(&stream)) return nullptr;
@@ -60,6 +63,7 @@ constexpr PlanField<PagedAttentionPlan> kPlanFields[] = {
     Entry<&PagedAttentionPlan::kernel>("kernel"),
     Entry<&PagedAttentionPlan::combine>("combine"),
     Entry<&PagedAttentionPlan::widen>("widen"),
+    Entry<&PagedAttentionPlan::convert>("convert"),
     Entry<&PagedAttentionPlan::decode>("decode"),
     Entry<&PagedAttentionPlan::tile_m>("tile_m"),
     Entry<&PagedAttentionPlan::tile_n>("tile_n"),
@@ -80,8 +84,9 @@ constexpr Function kFunctions[] = {
      "None", Describe<kPaged>},
     PlanOf<kPaged, paged_attention_plan, kPlan>("paged_attention_plan"),
     LoadOf<attention_paged_kernels, paged_combine_kernels, paged_wide_kernels, paged_widen_kernels,
-           paged_mixed_kernels, decode_kernels_bf16, decode_kernels_bf16_fp8, decode_kernels_fp16,
-           decode_kernels_fp16_fp8, decode_combine_kernels>("paged_attention_load"),
+           paged_mixed_kernels, paged_queries_kernels, decode_kernels_bf16, decode_kernels_bf16_fp8,
+           decode_kernels_fp16, decode_kernels_fp16_fp8, decode_combine_kernels>(
+        "paged_attention_load"),
 };
 const Family kFamily(kFunctions);
 

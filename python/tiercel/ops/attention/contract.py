@@ -307,6 +307,7 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
         scales = {name: (torch.rand(kv_heads, generator=generator) + 0.5) for name in scales}
     sinks = torch.randn(heads, generator=generator) if options.pop("sinks", False) else None
     left = options.pop("left", None)
+    prefix = torch.tensor([2 * keys // 3 for _, keys in lengths], dtype=torch.int32)
     table = torch.randperm(pages, generator=generator)[: len(lengths) * columns]
     tensors = {
         "q": torch.cat([q, -q], dim=1)[:, :heads] if strided else q,
@@ -317,6 +318,7 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
         "cu_seqlens_q": starts,
         "sinks": sinks,
         "tree_mask": _trees(lengths, generator) if case.values == "trees" else None,
+        "prefix": prefix if options.pop("prefix", False) else None,
         **scales,
     }
     placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
@@ -341,6 +343,7 @@ PAGED_ATTENTION = Contract.of(
         _paged_case("mixed", (4, 4), 128, 64, softcap=5.0),
         _paged_case("mixed strided", (8, 1), 128, 16, left=30),
         _paged_case("mixed", (8, 2), 128, 32, cache="float8_e4m3fn"),
+        _paged_case("mixed", (8, 2), 64, 16, prefix=True),
         _paged_case("mixed", (4, 2), 192, 16, d_v=128),
         _paged_case("trees", (8, 2), 128, 16),
         _paged_case("none", (8, 2), 64, 16),

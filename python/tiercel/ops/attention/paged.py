@@ -28,6 +28,8 @@ _REST = (
     *spec.OPTIONS,
     "max_seqused_k",
     "tree_mask",
+    "prefix",
+    "q_scale",
 )
 
 
@@ -75,6 +77,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    prefix: Tensor | None = None,
     max_seqused_k: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -101,15 +104,16 @@ def paged_attention(
     outside of the tensors.
 
     Args:
-        q: ``[Tq, H, D]``, bfloat16 or float16; ref takes float8_e4m3fn too. The precompiled kernels
-            take D that is a multiple of 8 up to 512, and are fastest with 64 and 128; above 256 any
-            D costs as much as 512. Strides, here and below, must be multiples of 16 bytes, with the
+        q: ``[Tq, H, D]``, bfloat16 or float16, or float8_e4m3fn with a float8_e4m3fn cache: then a
+            kernel converts it to bfloat16, exactly, before the others. The precompiled kernels take
+            D that is a multiple of 8 up to 512, and are fastest with 64 and 128; above 256 any D
+            costs as much as 512. Strides, here and below, must be multiples of 16 bytes, with the
             last dimension contiguous.
         k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn. Hk divides H:
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that are
-            powers of two, 1 included, a page stride that is a multiple of the row stride, up to 64
-            query heads per key head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64 and
-            D at most 256, or D is a multiple of 16 up to 128.
+            powers of two, 1 included, a page stride that is a multiple of the row stride, and up to
+            64 query heads per key head. With float8 and a D up to 256 that is no multiple of 16,
+            all keys are copied to 16 bits at each call.
         v_cache: ``[pages, page size, Hk, Dv]``, as ``k_cache``. The precompiled kernels take a Dv
             other than D where both are up to 256, the cache has 16 bits and pages have 4 keys or
             more; tiles then have as many columns as the larger one needs.
@@ -138,6 +142,10 @@ def paged_attention(
             ``left + 1`` of the keys that a query sees. Bits of tokens that a sequence does not have
             are ignored. The op's page shows how to compute the mask from the ``parents`` of
             :func:`tiercel.verify_draft`.
+        prefix: ``[B]`` int32, any stride: every query of a sequence sees the first ``prefix[b]`` of
+            its keys, whatever ``causal`` and ``window`` say (prefix-LM). Must be None with
+            ``tree_mask``. With many new tokens the precompiled kernels take no window that limits
+            the keys before a query.
         max_seqused_k: An upper bound of ``seqused_k``, if the host knows one. It affects how keys
             are split among blocks, and how much memory 16-bit copies of a float8 cache take. If it
             is too small, keys of a float8 cache beyond it may be left out, and in the
@@ -172,7 +180,7 @@ def paged_attention(
         )
     given: tuple[Any, ...] = (
         *(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, max_seqlen_q),
-        *(sinks, k_scale, v_scale, q_scale, tree_mask),
+        *(sinks, k_scale, v_scale, q_scale, tree_mask, prefix),
         *(causal, limits, scale, softcap, max_seqused_k, backend),
     )
     if out is None:

@@ -117,18 +117,23 @@ def _scores(
         bent = torch.tanh(scores / softcap)
         scores, slope = softcap * bent, slope * (1 - bent * bent)
 
-    # The last query is aligned with the last key.
+    hidden = _hidden(scores, causal, window)
+    return scores.masked_fill(hidden, -torch.inf), hidden, slope
+
+
+def _hidden(scores: Tensor, causal: bool, window: Sequence[int | None] | None) -> Tensor:
+    """The keys that rows do not see; the last query is aligned with the last key."""
     left, right = (-1 if limit is None else limit for limit in window or (-1, -1))
     right = 0 if causal else right
     rows, columns = scores.shape[-2:]
-    own = torch.arange(rows, device=queries.device)[:, None] + columns - rows
-    key = torch.arange(columns, device=queries.device)
-    hidden = torch.zeros(rows, columns, dtype=torch.bool, device=queries.device)
+    own = torch.arange(rows, device=scores.device)[:, None] + columns - rows
+    key = torch.arange(columns, device=scores.device)
+    hidden = torch.zeros(rows, columns, dtype=torch.bool, device=scores.device)
     if left >= 0:
         hidden = hidden | (key < own - left)
     if right >= 0:
         hidden = hidden | (key > own + right)
-    return scores.masked_fill(hidden, -torch.inf), hidden, slope
+    return hidden
 
 
 def attention_varlen(
@@ -320,6 +325,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    prefix: Tensor | None = None,
     causal: bool = True,
     window: Sequence[int | None] | None = None,
     scale: float | None = None,
@@ -352,13 +358,15 @@ def paged_attention(
             (own if q_scale is None else own * q_scale)[None],
             *(stored(*each) for each in ((k_cache, k_scale), (v_cache, v_scale))),
         )
+        scores, _, _ = _scores(queries, keys, scale=scale, softcap=softcap)
         if tree_mask is None:
-            scores, _, _ = _scores(queries, keys, causal, window, scale, softcap)
+            hidden = _hidden(scores, causal, window)
         else:
             left = None if window is None else window[0]
             hidden = ~_seen_in_tree(tree_mask[rows], length, -1 if left is None else left)
-            scores, _, _ = _scores(queries, keys, scale=scale, softcap=softcap)
-            scores = scores.masked_fill(hidden, -torch.inf)
+        if prefix is not None:
+            hidden = hidden & (torch.arange(length, device=q.device) >= prefix[b])
+        scores = scores.masked_fill(hidden, -torch.inf)
         sums = scores.logsumexp(-1)
         if sinks is not None:
             sums = torch.logaddexp(sums, sinks.to(sum_dtype)[:, None])

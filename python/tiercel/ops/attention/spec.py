@@ -133,7 +133,7 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         _SINKS,
         results=_results("Tq H Dv", "H Tq"),
         check=_check_varlen,
-        limits="as `attention`; softcap only in bfloat16",
+        limits="as `attention`; no softcap in float8",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -238,6 +238,8 @@ def _check_paged(call: Call) -> None:
         raise ValueError(
             f"{op}: `max_seqlen_q` must be at most 64 with `tree_mask`, got {call.max_seqlen_q}"
         )
+    if call.prefix is not None and call.tree_mask is not None:
+        raise ValueError(f"{op}: `prefix` must be None with `tree_mask`, got a tensor")
     if call.q_scale is not None and dtype_name(call.q.dtype) != FLOAT8:
         raise ValueError(
             f"{op}: `q_scale` must be None unless `q` is {FLOAT8}, got a tensor and `q` of "
@@ -266,13 +268,13 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         Tensor("v_scale", "*", "float32", optional=True),
         Tensor("q_scale", "1", "float32", optional=True),
         Tensor("tree_mask", "Tq", "int64", strided=True, optional=True),
+        Tensor("prefix", "B", "int32", strided=True, optional=True),
         *_options(causal=True),
         Int("max_seqused_k", None, optional=True, varies=True),
         results=_results("Tq H Dv", "H Tq"),
         check=_check_paged,
-        limits="page sizes that are powers of two, D a multiple of 8 up to 512 (float8 cache: up "
-        "to 256, with many new tokens a multiple of 16 up to 128; Dv other than D: both up to 256, "
-        "16 bits, pages of 4 keys or more), up to 64 query heads per key head",
+        limits="page sizes that are powers of two, D a multiple of 8 up to 512 (Dv other than D: "
+        "both up to 256, 16 bits, pages of 4 keys or more), up to 64 query heads per key head",
         numerics=Numerics(
             2**-8,
             of="terms",

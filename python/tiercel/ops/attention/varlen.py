@@ -118,8 +118,8 @@ def attention_varlen(
 
     Args:
         q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
-            256 that is a multiple of 8 (float8_e4m3fn: a multiple of 16 up to 128, no sinks), and
-            softcap in bfloat16; ref takes others.
+            256 that is a multiple of 8 (float8_e4m3fn: a multiple of 16 up to 128, no sinks and no
+            softcap); ref takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
         v: ``[Tk, Hk, Dv]``, the dtype and device of ``k``. The kernels take the same values for Dv
             as for D; for float8_e4m3fn Dv must equal D.
