@@ -29,10 +29,9 @@ Status check_rotation(const MlaCacheCall& call, const Argument& latent) {
   if (call.positions == nullptr && call.angles == nullptr) return Status();
   if (call.positions == nullptr || call.angles == nullptr) {
     const bool lacks = call.positions == nullptr;
-    return Status::InvalidArgument(std::string(kOp) + ": `" +
-                                   (lacks ? "positions" : "cos_sin_cache") +
-                                   "` must be a tensor with `" +
-                                   (lacks ? "cos_sin_cache" : "positions") + "`, got None");
+    return Status::InvalidArgument(
+        std::string(kOp) + ": `" + (lacks ? "positions" : "cos_sin_cache") +
+        "` must be a tensor with `" + (lacks ? "cos_sin_cache" : "positions") + "`, got None");
   }
   const Argument positions{kOp, "positions", *call.positions};
   const Argument angles{kOp, "cos_sin_cache", *call.angles};

@@ -140,10 +140,10 @@ __global__ void __launch_bounds__(32 * kMlaCacheWarps)
   }
 }
 
-#define TIERCEL_MLA_CACHE(dtype, layout, rotates, suffix)          \
-  {DType::k##dtype, MlaLayout::k##layout, rotates,                 \
-   Kernel("mla_cache_write<" #dtype ", " #layout suffix ">",       \
-          reinterpret_cast<const void*>(                           \
+#define TIERCEL_MLA_CACHE(dtype, layout, rotates, suffix)    \
+  {DType::k##dtype, MlaLayout::k##layout, rotates,           \
+   Kernel("mla_cache_write<" #dtype ", " #layout suffix ">", \
+          reinterpret_cast<const void*>(                     \
               mla_cache_write<dtype##Element, MlaLayout::k##layout, rotates>))}
 #define TIERCEL_MLA_CACHE_BOTH(dtype, layout) \
   TIERCEL_MLA_CACHE(dtype, layout, false, ""), TIERCEL_MLA_CACHE(dtype, layout, true, ", Rotated")

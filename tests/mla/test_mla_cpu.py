@@ -165,9 +165,7 @@ def test_rotation_that_is_not_whole():
         tiercel.mla_cache_write(*given, positions=positions, cos_sin_cache=table[:0])
     odd = (latent, rotary[:, :7], torch.zeros(2, 4, 23).bfloat16(), torch.arange(3))
     with pytest.raises(ValueError, match="`rotary` must have an even number of columns, got 7"):
-        tiercel.mla_cache_write(
-            *odd, positions=positions, cos_sin_cache=table[:, :7].contiguous()
-        )
+        tiercel.mla_cache_write(*odd, positions=positions, cos_sin_cache=table[:, :7].contiguous())
 
 
 def test_results_go_where_they_are_asked_to():

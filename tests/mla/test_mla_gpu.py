@@ -190,9 +190,7 @@ def test_rotated_keys(dtype, cache_dtype, interleaved, tokens):
     table = torch.randn(90, 64, device="cuda", generator=generator)
     positions = torch.randint(-5, 95, (tokens,), device="cuda", generator=generator)
     width = 656 if cache_dtype == torch.uint8 else 576
-    cache, plain = (
-        torch.zeros(40, 16, width, dtype=cache_dtype, device="cuda") for _ in range(2)
-    )
+    cache, plain = (torch.zeros(40, 16, width, dtype=cache_dtype, device="cuda") for _ in range(2))
     slots = torch.randperm(640, device="cuda", generator=generator)[:tokens]
     scale = torch.tensor([0.37], device="cuda") if cache_dtype == FP8 else None
     ref.mla_cache_write(latent, rotary, plain, slots, kv_scale=scale)

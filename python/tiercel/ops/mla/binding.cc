@@ -87,9 +87,12 @@ constexpr PlanField<MlaDecodePlan> kPlanFields[] = {
 constexpr PlanDict<MlaDecodePlan> kPlan{"MlaDecodePlan", kPlanFields};
 
 constexpr Field<MlaCacheCall> kCacheFields[] = {
-    Tensor<&MlaCacheCall::latent>("latent"),       Tensor<&MlaCacheCall::rotary>("rotary"),
-    Tensor<&MlaCacheCall::kv_cache>("kv_cache"),   Tensor<&MlaCacheCall::slots>("slots"),
-    Optional<&MlaCacheCall::kv_scale>("kv_scale"), Optional<&MlaCacheCall::positions>("positions"),
+    Tensor<&MlaCacheCall::latent>("latent"),
+    Tensor<&MlaCacheCall::rotary>("rotary"),
+    Tensor<&MlaCacheCall::kv_cache>("kv_cache"),
+    Tensor<&MlaCacheCall::slots>("slots"),
+    Optional<&MlaCacheCall::kv_scale>("kv_scale"),
+    Optional<&MlaCacheCall::positions>("positions"),
     Optional<&MlaCacheCall::angles>("cos_sin_cache"),
     Value<&MlaCacheCall::interleaved>("interleaved"),
 };
