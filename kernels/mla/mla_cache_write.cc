@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/mla/mla_kernels.h"
+#include "kernels/mla/mla_cache_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
@@ -23,6 +23,36 @@ MlaLayout layout_of(const MlaCacheCall& call) {
     default:
       return MlaLayout::kSame;
   }
+}
+
+Status check_rotation(const MlaCacheCall& call, const Argument& latent) {
+  if (call.positions == nullptr && call.angles == nullptr) return Status();
+  if (call.positions == nullptr || call.angles == nullptr) {
+    const bool lacks = call.positions == nullptr;
+    return Status::InvalidArgument(
+        std::string(kOp) + ": `" + (lacks ? "positions" : "cos_sin_cache") +
+        "` must be a tensor with `" + (lacks ? "cos_sin_cache" : "positions") + "`, got None");
+  }
+  const Argument positions{kOp, "positions", *call.positions};
+  const Argument angles{kOp, "cos_sin_cache", *call.angles};
+  const int64_t tokens = call.latent->shape[0], turned = call.rotary->shape[1];
+  TIERCEL_RETURN_IF_ERROR(check_dtype(positions, {DType::kInt32, DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(positions, {tokens}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_rank(angles, 2));
+  if (angles.view.dtype != DType::kFloat32) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(angles, {DType::kFloat32, latent.view.dtype}));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape(angles, {angles.view.shape[0], turned}, "[P, R]"));
+  if (angles.view.shape[0] == 0 && tokens > 0) {
+    return Status::InvalidArgument(
+        mismatch(angles, "have at least one row", shape_text(angles.view.shape, 2)));
+  }
+  for (const Argument* argument : {&positions, &angles}) {
+    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, latent));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(*argument));
+  }
+  return Status();
 }
 
 Status check(const MlaCacheCall& call) {
@@ -54,6 +84,7 @@ Status check(const MlaCacheCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(slots));
+  TIERCEL_RETURN_IF_ERROR(check_rotation(call, latent));
   if (call.kv_scale == nullptr) return Status();
   const Argument scale{kOp, "kv_scale", *call.kv_scale};
   if (layout != MlaLayout::kFloat8) {
@@ -118,13 +149,24 @@ Status prepare(const MlaCacheCall& call, MlaCacheArgs* args, MlaCachePlan* plan,
   args->slots = call.slots->data;
   args->wide_slots = call.slots->dtype == DType::kInt64;
   args->scale = call.kv_scale == nullptr ? nullptr : static_cast<const float*>(call.kv_scale->data);
+  const bool rotates = call.positions != nullptr;
+  if (rotates) {
+    args->positions = call.positions->data;
+    args->wide_positions = call.positions->dtype == DType::kInt64;
+    args->angles = static_cast<const char*>(call.angles->data);
+    args->wide_angles = call.angles->dtype == DType::kFloat32;
+    args->last_position =
+        static_cast<uint32_t>(std::min<int64_t>(call.angles->shape[0] - 1, kMost));
+    args->interleaved = call.interleaved;
+  }
   args->tokens = tokens;
   args->block_size = static_cast<int>(places);
   // More blocks than 64 bits count may come from a stride of 0.
   args->slot_count = std::min(blocks, INT64_MAX / places) * places;
   *kernel = &KernelTable(mla_cache_kernels)
                  .find([&](const MlaCacheKernel& one) {
-                   return one.dtype == call.latent->dtype && one.layout == layout;
+                   return one.dtype == call.latent->dtype && one.layout == layout &&
+                          one.rotates == rotates;
                  })
                  ->kernel;
   *plan = {(*kernel)->name(), static_cast<unsigned>(grid), 32 * kMlaCacheWarps};

@@ -124,35 +124,11 @@ struct MlaDecodeKernel {
 
 inline constexpr int kMlaPacked = 656;  // bytes: float8 latents, 4 float32 scales, 16-bit rotary
 inline constexpr int kMlaGroup = 128;   // latents of a scale
-inline constexpr int kMlaCacheWarps = 4;
-
-struct MlaCacheArgs {
-  const char* latent;
-  const char* rotary;
-  char* cache;
-  int64_t latent_stride;  // bytes
-  int64_t rotary_stride;
-  int64_t block_stride;
-  int64_t place_stride;
-  const void* slots;
-  const float* scale;  // null means 1
-  int64_t slot_count;  // of the cache; other slots are skipped
-  int64_t tokens;
-  int block_size;
-  bool wide_slots;  // int64
-};
-
-struct MlaCacheKernel {
-  DType dtype;
-  MlaLayout layout;
-  Kernel kernel;
-};
 
 const MlaDecodeKernel* mla_decode_kernels(int* count);
 const MlaDecodeKernel* mla_ahead_kernels(int* count);
 const MlaDecodeKernel* mla_sparse_kernels(int* count);
 const MlaCombineKernel* mla_combine_kernels(int* count);
-const MlaCacheKernel* mla_cache_kernels(int* count);
 
 }  // namespace tiercel
 

@@ -167,6 +167,10 @@ def latent_rows(**changes):
     return named | {"slots": torch.tensor([0, -1, 7])} | changes
 
 
+def rotated_rows(**changes):
+    return latent_rows(cos_sin_cache=torch.randn(5, 8), positions=torch.arange(3)) | changes
+
+
 def listed(**changes):
     named = {"q": torch.randn(2, 2, 16).bfloat16(), "scale": 1.0, "d_v": 8}
     named |= {"kv_cache": torch.randn(6, 4, 16).bfloat16()}
@@ -214,6 +218,7 @@ WRONG = [
     ("mla_decode", latents, "page_table", int32(5, 0, 99, 1, 6, 3).view(2, 3), "got 6 at [1, 1]"),
     ("mla_decode", latents, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
     ("mla_cache_write", latent_rows, "slots", torch.tensor([0, -1, 8]), "got 8 at [2]"),
+    ("mla_cache_write", rotated_rows, "positions", torch.tensor([0, 5, 4]), "got 5 at [1]"),
     (
         "mla_sparse_attention",
         listed,

@@ -11,6 +11,7 @@ from support.mla import (
     assert_logits,
     assert_right,
     assert_sparse,
+    keys_of,
     make,
     make_indexer,
     make_sparse,
@@ -102,7 +103,19 @@ def test_mla_cache_write(case):
     cache = torch.zeros(blocks, places, 656 if kind == torch.uint8 else 576, dtype=kind)
     latent, rotary = draw.normal(tokens, 512), draw.normal(tokens, 64)
     scale = draw.uniform(1) + 0.5 if kind == torch.float8_e4m3fn else None
+    turned = (None, None, False)
+    if draw.of(False, True):
+        rows = draw.of(1, 40)
+        positions = draw.strays(torch.zeros(tokens), rows, wide=draw.of(False, True))
+        turned = (positions, draw.normal(rows, 64), draw.of(False, True))
     due = cache.clone()
-    reference("mla_cache_write")(latent, rotary, due, slots, scale, None)
-    _, given = run("mla_cache_write", latent, rotary, cache, slots, scale, None)
+    reference("mla_cache_write")(latent, rotary, due, slots, scale, *turned, None)
+    _, given = run("mla_cache_write", latent, rotary, cache, slots, scale, *turned, None)
+    if turned[0] is None:
+        assert torch.equal(given[2].view(torch.uint8), due.view(torch.uint8))
+        return
+    got, keys = (keys_of(x.view(blocks * places, -1)) for x in (given[2], due))
+    torch.testing.assert_close(got.float(), keys.float(), rtol=0.13, atol=1e-2)
+    for part in (got, keys):
+        part.view(torch.uint8).zero_()
     assert torch.equal(given[2].view(torch.uint8), due.view(torch.uint8))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.mla import SCALE, make
+from support.mla import SCALE, assert_turned, keys_of, make, turned_keys
 
 import tiercel
 from tiercel import ref
@@ -118,6 +118,54 @@ def test_slots_outside_are_skipped(dtype):
     slots = torch.tensor([-1, 8, 3, 2**31 - 1, -(2**31)], dtype=dtype)
     tiercel.mla_cache_write(rows[:, :512], rows[:, 512:], cache, slots)
     assert cache.sum() == 576 and cache[0, 3].all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, FLOAT8, torch.uint8])
+def test_rotated_keys(interleaved, kind):
+    """Against the definition; positions outside of the table take its first and last row."""
+    dtype = kind if kind.itemsize == 2 else torch.bfloat16
+    rows = torch.randn(6, 576).to(dtype)
+    parts, table = rows.split((512, 64), 1), torch.randn(9, 64)
+    positions, slots = torch.tensor([0, 8, 3, -1, 9, 5]), torch.tensor([3, 0, 1, 7, 5, -1])
+    width = 656 if kind == torch.uint8 else 576
+    cache, plain = (torch.zeros(2, 4, width, dtype=kind) for _ in range(2))
+    scale = torch.tensor([0.3]) if kind == FLOAT8 else None
+    tiercel.mla_cache_write(*parts, plain, slots, kv_scale=scale)
+    turned = {"positions": positions, "cos_sin_cache": table, "interleaved": interleaved}
+    assert tiercel.mla_cache_write(*parts, cache, slots, kv_scale=scale, **turned) is cache
+    got, before = (keys_of(x.view(8, -1)) for x in (cache, plain))
+    truth = turned_keys(parts[1], positions, table, interleaved)
+    assert_turned(got[slots[:5]], truth[:5], scale)
+    for keys in (got, before):
+        keys.view(torch.uint8)[slots[:5]] = 0
+    assert torch.equal(cache.view(torch.uint8), plain.view(torch.uint8))
+
+
+def test_keys_are_rotated_where_they_are():
+    cache = torch.randn(2, 4, 576).bfloat16()
+    flat, before, table = cache.view(8, 576), cache.clone().view(8, 576), torch.randn(9, 64)
+    turned = {"positions": torch.arange(8), "cos_sin_cache": table}
+    tiercel.mla_cache_write(*flat.split((512, 64), 1), cache, torch.arange(8), **turned)
+    assert torch.equal(flat[:, :512], before[:, :512])
+    assert_turned(flat[:, 512:], turned_keys(before[:, 512:], torch.arange(8), table, False))
+
+
+def test_rotation_that_is_not_whole():
+    latent, rotary = torch.zeros(3, 16).bfloat16(), torch.zeros(3, 8).bfloat16()
+    given = (latent, rotary, torch.zeros(2, 4, 24).bfloat16(), torch.arange(3))
+    table, positions = torch.zeros(5, 8), torch.arange(3)
+    with pytest.raises(ValueError, match="`cos_sin_cache`"):
+        tiercel.mla_cache_write(*given, positions=positions)
+    with pytest.raises(ValueError, match="`positions`"):
+        tiercel.mla_cache_write(*given, cos_sin_cache=table)
+    with pytest.raises(ValueError, match="`interleaved` needs `positions` and `cos_sin_cache`"):
+        tiercel.mla_cache_write(*given, interleaved=True)
+    with pytest.raises(ValueError, match="`cos_sin_cache` must have at least one row"):
+        tiercel.mla_cache_write(*given, positions=positions, cos_sin_cache=table[:0])
+    odd = (latent, rotary[:, :7], torch.zeros(2, 4, 23).bfloat16(), torch.arange(3))
+    with pytest.raises(ValueError, match="`rotary` must have an even number of columns, got 7"):
+        tiercel.mla_cache_write(*odd, positions=positions, cos_sin_cache=table[:, :7].contiguous())
 
 
 def test_results_go_where_they_are_asked_to():

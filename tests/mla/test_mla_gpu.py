@@ -3,7 +3,17 @@
 
 import pytest
 import torch
-from support.mla import SCALE, VALUES, assert_right, make, narrowed, results
+from support.mla import (
+    SCALE,
+    VALUES,
+    assert_right,
+    assert_turned,
+    keys_of,
+    make,
+    narrowed,
+    results,
+    turned_keys,
+)
 
 import tiercel
 from tiercel import _C, ref
@@ -167,6 +177,44 @@ def test_cache_write(dtype, cache_dtype, tokens):
     ref.mla_cache_write(latent, rotary, due, slots, kv_scale=scale)
     assert tiercel.mla_cache_write(latent, rotary, cache, slots, kv_scale=scale) is cache
     assert torch.equal(cache.view(torch.uint8), due.view(torch.uint8))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("dtype", "cache_dtype"), LAYOUTS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 500])
+def test_rotated_keys(dtype, cache_dtype, interleaved, tokens):
+    generator = torch.Generator("cuda").manual_seed(5)
+    latent = torch.randn(tokens, 512, device="cuda", generator=generator).to(dtype)
+    rotary = torch.randn(tokens, 64, device="cuda", generator=generator).to(dtype)
+    table = torch.randn(90, 64, device="cuda", generator=generator)
+    positions = torch.randint(-5, 95, (tokens,), device="cuda", generator=generator)
+    width = 656 if cache_dtype == torch.uint8 else 576
+    cache, plain = (torch.zeros(40, 16, width, dtype=cache_dtype, device="cuda") for _ in range(2))
+    slots = torch.randperm(640, device="cuda", generator=generator)[:tokens]
+    scale = torch.tensor([0.37], device="cuda") if cache_dtype == FP8 else None
+    ref.mla_cache_write(latent, rotary, plain, slots, kv_scale=scale)
+    turned = {"positions": positions, "cos_sin_cache": table, "interleaved": interleaved}
+    tiercel.mla_cache_write(latent, rotary, cache, slots, kv_scale=scale, **turned)
+    cache, plain, slots = cache.cpu(), plain.cpu(), slots.cpu()  # where float8 can be indexed
+    got, before = (keys_of(x.view(640, -1)) for x in (cache, plain))
+    kept = [x.cpu() for x in (rotary, positions, table)]
+    truth = turned_keys(*kept, interleaved)
+    assert_turned(got[slots], truth, None if scale is None else scale.cpu())
+    for keys in (got, before):
+        keys.view(torch.uint8)[slots] = 0
+    assert torch.equal(cache.view(torch.uint8), plain.view(torch.uint8))
+
+
+def test_keys_are_rotated_where_they_are():
+    cache = torch.randn(8, 16, 576, device="cuda").to(BF16)
+    flat, before, table = cache.view(128, 576), cache.clone().view(128, 576), torch.randn(150, 64)
+    slots = torch.arange(128, device="cuda")
+    turned = {"positions": slots, "cos_sin_cache": table.cuda()}
+    tiercel.mla_cache_write(*flat.split((512, 64), 1), cache, slots, **turned)
+    assert torch.equal(flat[:, :512], before[:, :512])
+    truth = turned_keys(before[:, 512:].cpu(), slots.cpu(), table, False)
+    assert_turned(flat[:, 512:].cpu(), truth)
 
 
 def test_a_given_workspace():

@@ -167,7 +167,17 @@ def test_layouts(make):
     plan(make, kv_cache=make(1000, 64, 576, dtype="bfloat16", strides=(64 * 1152, 1152, 1)))
 
 
-def write_plan(make, tokens=5, dtype="bfloat16", cache="bfloat16", kv_scale=None, **given):
+def write_plan(
+    make,
+    tokens=5,
+    dtype="bfloat16",
+    cache="bfloat16",
+    kv_scale=None,
+    positions=None,
+    angles=None,
+    interleaved=False,
+    **given,
+):
     width = 656 if cache == "uint8" else 576
     tensors = {
         "latent": make(tokens, 512, dtype=dtype),
@@ -175,7 +185,8 @@ def write_plan(make, tokens=5, dtype="bfloat16", cache="bfloat16", kv_scale=None
         "kv_cache": make(10, 16, width, dtype=cache),
         "slots": make(tokens, dtype="int64"),
     }
-    return _C.mla_cache_write_plan(*(tensors | given).values(), kv_scale)
+    rest = (kv_scale, positions, angles, interleaved)
+    return _C.mla_cache_write_plan(*(tensors | given).values(), *rest)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +205,38 @@ def test_layouts_of_a_cache(make, dtype, cache, kernel):
         assert got["kernel"] == f"mla_cache_write<{kernel}>"
         assert got["grid"] == -(-tokens // 4) and got["block"] == 128
     assert write_plan(make, 0, dtype, cache)["kernel"] == "none"
+    for positions, angles in (("int32", "float32"), ("int64", dtype)):
+        turned = {"positions": make(5, dtype=positions), "angles": make(9, 64, dtype=angles)}
+        for interleaved in (False, True):
+            got = write_plan(make, 5, dtype, cache, interleaved=interleaved, **turned)
+            assert got["kernel"] == f"mla_cache_write<{kernel}, Rotated>"
+
+
+def test_rotation_refuses(make):
+    right = {"positions": make(5, dtype="int64"), "angles": make(9, 64, dtype="float32")}
+    cases = [
+        (ValueError, "`cos_sin_cache` must be a tensor with `positions`", {"angles": None}),
+        (ValueError, "`positions` must be a tensor with `cos_sin_cache`", {"positions": None}),
+        (TypeError, "`positions` must have dtype", {"positions": make(5, dtype="int16")}),
+        (ValueError, "`positions` must have shape", {"positions": make(4, dtype="int64")}),
+        (TypeError, "`cos_sin_cache` must have dtype", {"angles": make(9, 64, dtype="float16")}),
+        (ValueError, "`cos_sin_cache` must have 2", {"angles": make(64, dtype="float32")}),
+        (ValueError, "`cos_sin_cache` must have shape", {"angles": make(9, 32, dtype="float32")}),
+        (ValueError, "at least one row", {"angles": make(0, 64, dtype="float32")}),
+        (
+            ValueError,
+            "`positions` must be contiguous",
+            {"positions": make(5, dtype="int64", strides=(2,))},
+        ),
+        (
+            ValueError,
+            "`cos_sin_cache` must be contiguous",
+            {"angles": make(9, 64, dtype="float32", strides=(128, 1))},
+        ),
+    ]
+    for error, text, given in cases:
+        with pytest.raises(error, match=f"mla_cache_write: {text}" if "`" in text else text):
+            write_plan(make, **(right | given))
 
 
 def test_cache_write_refuses(make):

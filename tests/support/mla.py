@@ -58,6 +58,35 @@ def narrowed_rows(cache, kind, factor=0.5):
     return ref.mla_cache_write(*parts, stored, slots, kv_scale=scale), scale
 
 
+def keys_of(rows):
+    """The rotary keys of a cache's rows, ``[T, 64]``, in the same memory."""
+    packed = rows.dtype == torch.uint8
+    return rows[:, -128:].view(torch.bfloat16) if packed else rows[:, VALUES:]
+
+
+def turned_keys(rotary, positions, table, interleaved):
+    """The definition, a pair at a time, in float64."""
+    turned = rotary.double()
+    for token, position in enumerate(positions.tolist()):
+        angles = table[min(max(position, 0), len(table) - 1)].double()
+        for pair in range(32):
+            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 32)
+            x, y = rotary[token, i].double(), rotary[token, j].double()
+            turned[token, i] = x * angles[pair] - y * angles[pair + 32]
+            turned[token, j] = y * angles[pair] + x * angles[pair + 32]
+    return turned
+
+
+def assert_turned(keys, truth, scale=None):
+    """Rounded once, to the cache's format: nearly all are the numbers nearest to float64's."""
+    due = truth if scale is None else (truth / scale.double()).clamp(-448.0, 448.0)
+    units = torch.finfo(keys.dtype)
+    error = (keys.double() - due).abs()
+    least = units.smallest_normal * units.eps / 2  # of what is below the normal numbers
+    assert bool((error <= due.abs() * units.eps / 2 * 1.001 + least + 1e-5).all())
+    assert (keys.double() != due.float().to(keys.dtype).double()).double().mean() < 0.01
+
+
 def results(q):
     batch, queries, heads, _ = q.shape
     out = q.new_full((batch, queries, heads, VALUES), torch.nan)

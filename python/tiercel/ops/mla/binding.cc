@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/mla/indexer.h"
 #include "kernels/mla/indexer_kernels.h"
+#include "kernels/mla/mla_cache_kernels.h"
 #include "kernels/mla/mla_cache_write.h"
 #include "kernels/mla/mla_decode.h"
 #include "kernels/mla/mla_kernels.h"
@@ -86,9 +87,14 @@ constexpr PlanField<MlaDecodePlan> kPlanFields[] = {
 constexpr PlanDict<MlaDecodePlan> kPlan{"MlaDecodePlan", kPlanFields};
 
 constexpr Field<MlaCacheCall> kCacheFields[] = {
-    Tensor<&MlaCacheCall::latent>("latent"),       Tensor<&MlaCacheCall::rotary>("rotary"),
-    Tensor<&MlaCacheCall::kv_cache>("kv_cache"),   Tensor<&MlaCacheCall::slots>("slots"),
+    Tensor<&MlaCacheCall::latent>("latent"),
+    Tensor<&MlaCacheCall::rotary>("rotary"),
+    Tensor<&MlaCacheCall::kv_cache>("kv_cache"),
+    Tensor<&MlaCacheCall::slots>("slots"),
     Optional<&MlaCacheCall::kv_scale>("kv_scale"),
+    Optional<&MlaCacheCall::positions>("positions"),
+    Optional<&MlaCacheCall::angles>("cos_sin_cache"),
+    Value<&MlaCacheCall::interleaved>("interleaved"),
 };
 constexpr Parameters<MlaCacheCall> kCache{"mla_cache_write", kCacheFields};
 

@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.index_checks import Index, places
+from tiercel.core.index_checks import Index, between, places
 from tiercel.core.op import Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops.mla import reference as ref
@@ -18,7 +18,10 @@ __all__ = ["mla_cache_write"]
 
 
 def _indices(call: Call) -> list[Index]:
-    return [places("slots", call.slots, math.prod(call.kv_cache.shape[:2]))]
+    found = [places("slots", call.slots, math.prod(call.kv_cache.shape[:2]))]
+    if call.positions is not None:
+        found.append(between("positions", call.positions, 0, call.cos_sin_cache.shape[0] - 1))
+    return found
 
 
 _WRITE = Op(
@@ -27,7 +30,7 @@ _WRITE = Op(
         _C.mla_cache_write,
         _C.mla_cache_write_plan,
         spec.MLA_CACHE_WRITE.names,
-        "a token a warp, all layouts in one launch",
+        "a token a warp, all layouts in one launch, rotation too",
         load=_C.mla_cache_write_load,
     ),
     reference=lambda call: ref.mla_cache_write(**spec.MLA_CACHE_WRITE.values(call)),
@@ -44,11 +47,16 @@ def mla_cache_write(
     slots: Tensor,
     *,
     kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    interleaved: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Writes new latents and rotary keys into a paged cache for :func:`tiercel.mla_decode`.
 
-    In one launch, whatever the layout. A float8_e4m3fn cache holds ``element / kv_scale``, rounded
+    In one launch, whatever the layout. With ``positions`` and ``cos_sin_cache`` rotary keys are
+    rotated first, as by :func:`tiercel.rotary_embedding`, in float32; the results are rounded once,
+    to the cache's format. A float8_e4m3fn cache holds ``element / kv_scale``, rounded
     to nearest even and saturated at +-448; NaN stays NaN. A row of 656 bytes has the latent as 512
     float8 values, four float32 scales of 128 values each, and the rotary key as 64 bfloat16 values;
     a scale is the largest magnitude / 448, at least ``2**-126``.
@@ -58,13 +66,20 @@ def mla_cache_write(
     Args:
         latent: ``[T, L]`` bfloat16 or float16. The precompiled kernels take L = 512, and rows, here
             and below, that are contiguous and start at multiples of 16 bytes.
-        rotary: ``[T, R]``, the same dtype, already rotated; the precompiled kernels take R = 64.
+        rotary: ``[T, R]``, the same dtype; already rotated, unless ``positions`` are given. The
+            precompiled kernels take R = 64.
         kv_cache: ``[blocks, block size, L + R]`` of the dtype of ``latent`` or float8_e4m3fn, or
             ``[blocks, block size, 656]`` uint8 for bfloat16; written to.
         slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token.
             -1, or any other slot outside of the cache, is skipped. If tokens share a slot, it holds
             any one of them, or parts of several.
         kv_scale: ``[1]`` float32; None is 1. For float8_e4m3fn only.
+        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``, clamped to its
+            first and last row. None: rotary keys are written as they are.
+        cos_sin_cache: ``[P, R]``, contiguous: R/2 cosines, then R/2 sines. float32 or the dtype of
+            ``latent``; R is even, and P is 1 or more. Given if ``positions`` are.
+        interleaved: Whether pairs are elements 2i and 2i + 1 (DeepSeek's checkpoints) instead of i
+            and i + R/2.
         backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
@@ -78,6 +93,9 @@ def mla_cache_write(
 
     Example:
         >>> tiercel.mla_cache_write(latent, rotary, kv_cache, slots)
+        >>> turned = {"positions": positions, "cos_sin_cache": table, "interleaved": True}
+        >>> tiercel.mla_cache_write(latent, rotary, kv_cache, slots, **turned)
     """
-    _WRITE.pick()(latent, rotary, kv_cache, slots, kv_scale, backend)
+    turned = (positions, cos_sin_cache, interleaved)
+    _WRITE.pick()(latent, rotary, kv_cache, slots, kv_scale, *turned, backend)
     return kv_cache

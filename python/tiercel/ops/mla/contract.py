@@ -99,10 +99,16 @@ MLA_DECODE = Contract.of(
 
 
 def _write_case(
-    tokens: int, blocks: int, places: int, dtype: str, cache: str = "same", values: str = "random"
+    tokens: int,
+    blocks: int,
+    places: int,
+    dtype: str,
+    cache: str = "same",
+    values: str = "random",
+    pairs: str = "none",
 ) -> Case:
     sizes = {"T": tokens, "blocks": blocks, "places": places}
-    return Case(sizes, dtype, {"cache": cache}, values)
+    return Case(sizes, dtype, {"cache": cache, "pairs": pairs}, values)
 
 
 def _make_write(case: Case, device: str, seed: int) -> dict[str, Any]:
@@ -118,22 +124,34 @@ def _make_write(case: Case, device: str, seed: int) -> dict[str, Any]:
     stored, scale = rows(torch.randn(blocks, places, _COLUMNS, generator=generator), cache, dtype)
     slots = torch.randperm(blocks * places, generator=generator)[:tokens]
     slots = torch.where(torch.rand(tokens, generator=generator) < 0.1, -1, slots)
+    pairs, positions, table = case.options["pairs"], None, None
+    if pairs != "none":
+        positions = torch.randint(50, (tokens,), generator=generator)
+        angles = torch.rand(50, spec.ROTARY // 2, generator=generator) * 6.0
+        table = torch.cat([angles.cos(), angles.sin()], dim=1)
     given = {
         "latent": latent,
         "rotary": rotary,
         "kv_cache": stored,
         "slots": slots,
         "kv_scale": scale,
+        "positions": positions,
+        "cos_sin_cache": table,
     }
-    return {name: x if x is None else x.to(device) for name, x in given.items()}
+    placed = {name: x if x is None else x.to(device) for name, x in given.items()}
+    return {**placed, "interleaved": pairs == "interleaved"}
 
 
 # A backend returns a new cache, which the operator copies into the one that it writes to.
 MLA_CACHE_WRITE = Contract.of(
     "mla",
     spec.MLA_CACHE_WRITE.changed(
-        results=[Tensor("new_kv_cache", "blocks places W", "kv_cache")],
-        arguments=tuple(replace(each, written=False) for each in spec.MLA_CACHE_WRITE.tensors),
+        # The rounding of rotated keys to bfloat16, 2**-9.
+        results=[Tensor("new_kv_cache", "blocks places W", "kv_cache", rtol=4e-3, atol=1e-5)],
+        arguments=tuple(
+            replace(each, written=False) if isinstance(each, Tensor) else each
+            for each in spec.MLA_CACHE_WRITE.arguments
+        ),
     ),
     cases=(
         _write_case(1, 2, 4, "bfloat16"),
@@ -142,6 +160,8 @@ MLA_CACHE_WRITE = Contract.of(
         _write_case(20, 2, 16, "bfloat16", values="strided"),
         _write_case(20, 2, 16, "float16", "float8_e4m3fn"),
         _write_case(20, 2, 16, "bfloat16", "uint8"),
+        _write_case(20, 2, 16, "bfloat16", pairs="halves"),
+        _write_case(20, 2, 16, "float16", pairs="interleaved"),
         _write_case(0, 2, 16, "bfloat16"),
     ),
     timing={

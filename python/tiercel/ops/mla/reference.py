@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.mla.spec import GROUP, LATENT
+from tiercel.ops.rotary.reference import turned
 
 _SCALES = LATENT + LATENT // GROUP * 4  # where those of a packed row end
 _LEAST = 2.0**-126
@@ -128,12 +129,19 @@ def mla_cache_write(
     slots: Tensor,
     *,
     kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
-    """Reference of :func:`tiercel.mla_cache_write`."""
+    """Reference of :func:`tiercel.mla_cache_write`; float64 stays float64."""
     blocks, places, _ = kv_cache.shape
     real = (slots >= 0) & (slots < blocks * places)
     slot = slots[real].long()
-    rows = _row(latent[real], rotary[real], kv_cache.dtype, kv_scale)
+    rotary = rotary[real]
+    if positions is not None and cos_sin_cache is not None:
+        wide = rotary if rotary.dtype == torch.float64 else rotary.float()
+        rotary = turned(wide[:, None], positions[real], cos_sin_cache, interleaved)[:, 0]
+    rows = _row(latent[real], rotary, kv_cache.dtype, kv_scale)
     place = slot // max(places, 1), slot % max(places, 1)
     # Not every device indexes float8: its bits are as good.
     if rows.element_size() == 1:
@@ -152,10 +160,10 @@ def _row(latent: Tensor, rotary: Tensor, dtype: torch.dtype, kv_scale: Tensor | 
         scales = (largest / torch.full_like(largest, 448.0)).clamp_min(_LEAST)
         parts = (_narrowed((groups / scales).flatten(1)), scales[..., 0], rotary.bfloat16())
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
-    row = torch.cat([latent, rotary], 1)
+    row = torch.cat([latent.to(rotary.dtype), rotary], 1)
     if dtype != torch.float8_e4m3fn:
         return row.to(dtype)
-    wide = row.float()
+    wide = row if row.dtype == torch.float64 else row.float()
     return _narrowed(wide if kv_scale is None else wide / kv_scale)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import HALVES, INDICES, Call, Float, Int, Numerics, Spec, Tensor
+from tiercel.core.spec import HALVES, INDICES, Bool, Call, Float, Int, Numerics, Spec, Tensor
 
 FLOAT8 = "float8_e4m3fn"
 LATENT, ROTARY, GROUP = 512, 64, 128
@@ -151,6 +151,15 @@ def _check_write(call: Call) -> None:
 
     op, columns, rotary = "mla_cache_write", call.latent.shape[1], call.rotary.shape[1]
     _check_row(op, call, columns + rotary)
+    angles = call.cos_sin_cache
+    if angles is not None and rotary % 2 != 0:
+        raise ValueError(f"{op}: `rotary` must have an even number of columns, got {rotary}")
+    if angles is not None and angles.shape[0] == 0 and call.latent.shape[0] != 0:
+        raise ValueError(
+            f"{op}: `cos_sin_cache` must have at least one row, got {list(angles.shape)}"
+        )
+    if call.interleaved and angles is None:
+        raise ValueError(f"{op}: `interleaved` needs `positions` and `cos_sin_cache`, got None")
     if dtype_name(call.kv_cache.dtype) != "uint8":
         return
     if (columns, rotary) != (LATENT, ROTARY):
@@ -179,7 +188,11 @@ MLA_CACHE_WRITE = Spec(
     ),
     Tensor("slots", "T", INDICES),
     Tensor("kv_scale", "1", "float32", optional=True),
+    Tensor("positions", "T", INDICES, optional=True),
+    Tensor("cos_sin_cache", "P R", ("float32", "latent"), optional=True),
+    Bool("interleaved", False),
+    together=("positions", "cos_sin_cache"),
     check=_check_write,
     limits="L = 512, R = 64, 16-byte aligned rows",
-    numerics=Numerics(2**-23, of="argument"),
+    numerics=Numerics(2**-22, of="terms"),
 )

@@ -17,12 +17,13 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.rotary_embedding`; float64 stays float64."""
     return (
-        _turned(q, positions, cos_sin_cache, interleaved),
-        _turned(k, positions, cos_sin_cache, interleaved),
+        turned(q, positions, cos_sin_cache, interleaved),
+        turned(k, positions, cos_sin_cache, interleaved),
     )
 
 
-def _turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Tensor:
+def turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Tensor:
+    """`x` [T, H, D] rotated; `cache` may have fewer columns."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotated = cache.shape[1]
     if rotated == 0:
@@ -36,8 +37,8 @@ def _turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> T
     else:
         first, second = turning[..., : rotated // 2], turning[..., rotated // 2 :]
     pair = (first * cosines - second * sines, second * cosines + first * sines)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., rotated:]], dim=-1)
+    both = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([both.to(x.dtype), x[..., rotated:]], dim=-1)
 
 
 def kv_cache_write(
@@ -95,7 +96,7 @@ def qk_norm_rope_cache(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of :func:`tiercel.qk_norm_rope_cache`; float64 stays float64."""
     turned_q, turned_k = (
-        _turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved)
+        turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     q_out.copy_(_narrowed(turned_q, q_out.dtype, q_scale))
