@@ -166,7 +166,7 @@ BAD = [
     ({"cos_sin_cache": torch.zeros(9, 18)}, "`cos_sin_cache` must have an even second"),
     ({"cos_sin_cache": torch.zeros(0, 8)}, "`cos_sin_cache` must have at least one row"),
     ({"q_weight": torch.zeros(8)}, "`q_weight` must have shape [D] = [16], got [8]"),
-    ({"eps": -1.0}, "`eps` must be at least 0"),
+    ({"eps": -1.0}, "`eps` must not be negative, got -1.0"),
 ]
 
 
