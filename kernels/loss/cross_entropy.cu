@@ -369,14 +369,16 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
         sum += exponential;
         if (kEntropy) moment = fmaf(exponential, distance_below(value, reference), moment);
       }
-      if (!smooths) continue;
+      if constexpr (!kEntropy) {
+        if (!smooths) continue;
 #pragma unroll
-      for (int k = 0; k < kPerVector; ++k) {
-        const int column = part.column(v) + k;
-        if (!part.has(column)) continue;
-        const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
-        totals.x += of_class;
-        totals.y = fmaf(of_class, values[k] - pivot, totals.y);
+        for (int k = 0; k < kPerVector; ++k) {
+          const int column = part.column(v) + k;
+          if (!part.has(column)) continue;
+          const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
+          totals.x += of_class;
+          totals.y = fmaf(of_class, values[k] - pivot, totals.y);
+        }
       }
     }
   }

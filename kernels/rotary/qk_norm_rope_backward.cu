@@ -42,12 +42,13 @@ __device__ __forceinline__ void store_sums(const QkNormRopeBackwardArgs& args, i
   for (int i = thread; i < lanes * kEach; i += lanes * blockDim.y) {
     const int lane = i % lanes, j = i / lanes;
     const HeadPlace place(args, lane, interleaved);
-    if (!place.has[j / kQkVector]) continue;
+    const bool second = j >= kQkVector;  // a selection: indexed arrays would need local memory
+    if (!(second ? place.has[1] : place.has[0])) continue;
     float sum = 0.0f;
     for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
       sum += of_threads[j][row * lanes + lane];
     }
-    const int column = place.offsets[j / kQkVector] + j % kQkVector;
+    const int column = (second ? place.offsets[1] : place.offsets[0]) + j % kQkVector;
     args.partial[static_cast<int64_t>(blockIdx.x) * size + column] = sum;
   }
 }
