@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(kQkBackwardThreads, 4)
         squares += __shfl_xor_sync(kFullWarp, squares, offset);
         dot += __shfl_xor_sync(kFullWarp, dot, offset);
       }
+      if (!there) continue;  // with eps = 0 its factor would be infinite
       const float factor = rsqrtf(fmaf(squares, args.inverse_size, args.eps));
       const float common = dot * factor * args.inverse_size * factor;
 #pragma unroll
