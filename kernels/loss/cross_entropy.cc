@@ -68,6 +68,40 @@ Status check_rows(const Argument& argument, RowMatrix* matrix) {
                                " logits are supported, got " + std::to_string(matrix->columns));
 }
 
+// A float32 tensor with one element for each row, for the kernel to write or to read.
+Status check_row_values(const Argument& argument, int64_t rows, const Argument& like,
+                        float** data) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(argument));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, like));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  *data = static_cast<float*>(argument.view.data);
+  return Status();
+}
+
+Status lay_out_entropy(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args) {
+  const Argument logits{kOp, "logits", *call.logits};
+  if (call.entropy == nullptr) {
+    if (call.entropy_scale == nullptr) return Status();
+    return Status::InvalidArgument(mismatch({kOp, "entropy_scale", *call.entropy_scale},
+                                            "be None without `entropy`", "a tensor"));
+  }
+  TIERCEL_RETURN_IF_ERROR(
+      check_row_values({kOp, "entropy", *call.entropy}, rows, logits, &args->entropy));
+  if (call.options.label_smoothing != 0.0f) {
+    return Status::InvalidArgument(std::string(kOp) +
+                                   ": `label_smoothing` must be 0 with an entropy, got " +
+                                   std::to_string(call.options.label_smoothing));
+  }
+  if (call.entropy_scale == nullptr) return Status();
+  float* scale = nullptr;
+  TIERCEL_RETURN_IF_ERROR(
+      check_row_values({kOp, "entropy_scale", *call.entropy_scale}, rows, logits, &scale));
+  args->entropy_scale = scale;
+  return Status();
+}
+
 Status lay_out(const CrossEntropyCall& call, CrossEntropyArgs* args, int64_t* rows) {
   const Argument logits{kOp, "logits", *call.logits};
   RowMatrix matrix;
@@ -95,13 +129,8 @@ Status lay_out(const CrossEntropyCall& call, CrossEntropyArgs* args, int64_t* ro
     TIERCEL_RETURN_IF_ERROR(
         check_per_row({kOp, "scale", *call.scale}, *rows, logits, &args->scale, &args->scale_step));
   }
-  const Argument loss{kOp, "loss", *call.loss};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(loss, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(loss, {*rows}, "[T]"));
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(loss));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(loss, logits));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(loss));
-  args->loss = static_cast<float*>(call.loss->data);
+  TIERCEL_RETURN_IF_ERROR(check_row_values({kOp, "loss", *call.loss}, *rows, logits, &args->loss));
+  TIERCEL_RETURN_IF_ERROR(lay_out_entropy(call, *rows, args));
   if (call.grad == nullptr) return Status();
   const Argument grad{kOp, "grad", *call.grad};
   TIERCEL_RETURN_IF_ERROR(check_dtype(grad, {call.logits->dtype}));
@@ -134,12 +163,6 @@ Status check_options(const CrossEntropyOptions& options) {
   return Status();
 }
 
-const Kernel& of_dtype(const CrossEntropyFormatKernel* (*list)(int* count), DType dtype) {
-  return KernelTable(list)
-      .find([&](const CrossEntropyFormatKernel& one) { return one.dtype == dtype; })
-      ->kernel;
-}
-
 // Chooses a warp for a row, or how many blocks share it.
 Status choose(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args,
               CrossEntropyPlan* plan, const Kernel** kernel) {
@@ -170,10 +193,14 @@ Status choose(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args
   args->warp_vectors = static_cast<int>(part(1) / kLossVectorBytes);
   const bool warp = part(1) <= kLossWarpRow;
   if (warp) {
-    *kernel = &of_dtype(cross_entropy_short_kernels, call.logits->dtype);
+    const auto fits = [&](const CrossEntropyShortKernel& one) {
+      return one.dtype == call.logits->dtype && one.entropy == (call.entropy != nullptr);
+    };
+    *kernel = &KernelTable(cross_entropy_short_kernels).find(fits)->kernel;
   } else {
     const auto fits = [&](const CrossEntropyKernel& one) {
-      return one.dtype == call.logits->dtype && one.gradient == (call.grad != nullptr);
+      return one.dtype == call.logits->dtype && one.gradient == (call.grad != nullptr) &&
+             one.entropy == (call.entropy != nullptr);
     };
     *kernel = &KernelTable(cross_entropy_kernels).find(fits)->kernel;
   }
@@ -277,8 +304,9 @@ Status cross_entropy_rescale(const CrossEntropyRescaleCall& call, void* stream) 
   config.block.x = kLossThreads;
   config.dependent = true;
   void* arguments[] = {&args};
-  return of_dtype(cross_entropy_rescale_kernels, call.grad->dtype)
-      .launch(config, call.grad->device_index, stream, arguments);
+  return KernelTable(cross_entropy_rescale_kernels)
+      .find([&](const CrossEntropyFormatKernel& one) { return one.dtype == call.grad->dtype; })
+      ->kernel.launch(config, call.grad->device_index, stream, arguments);
 }
 
 Status cross_entropy_load(int device) {

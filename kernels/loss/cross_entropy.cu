@@ -6,6 +6,10 @@
 //   grad = p ((1 - s) w[t] + s / V sum(w) + 2 z lse) - s / V w - [c = t] (1 - s) w[t]
 //   p    = exp(x - lse);  w = 1 without weights
 //
+// Kernels for it also give the entropy h = -sum(p log p) = lse - sum(p x), from a second sum in the
+// same pass, and add e * -p (log p + h) to the gradient, where e is that of the row's entropy. They
+// take no smoothing.
+//
 // Bound by memory: reads a row once and, with a gradient, writes it once. A row of 128256 16-bit
 // logits takes 250 KiB, so a cluster of 1 to 8 blocks holds it in shared memory: each block copies
 // its part with the bulk copy engine in a few chunks, reduces each chunk as it arrives (the online
@@ -243,7 +247,12 @@ __device__ __forceinline__ void store_gradient(const CrossEntropyArgs& args, cha
   }
 }
 
-template <typename Format, bool kGradient, typename Owner>
+// x - largest, but no infinity, whose product with a probability of 0 would be NaN.
+__device__ __forceinline__ float distance_below(float x, float largest) {
+  return fmaxf(x - largest, -1e30f);
+}
+
+template <typename Format, bool kGradient, bool kEntropy, typename Owner>
 __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) {
   constexpr int kPerVector = Part<Format>::kPerVector;
   constexpr int kThreads = Owner::kThreads;
@@ -280,6 +289,7 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
   if (target == args.target.ignore_index) {
     // The scale of a mean over no rows is infinite, and the mean NaN.
     if (leads) args.loss[row] = 0.0f * scale;
+    if (kEntropy && leads) args.entropy[row] = 0.0f;
     if (kGradient && args.grad != nullptr) {
       const float zeros[kPerVector] = {};
 #pragma unroll 1
@@ -325,9 +335,10 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
   // write the gradient to its place.
   float largest = fmaxf(-kInfinity, at_target);
   float sum = 0.0f;
+  float moment = 0.0f;  // the sum of exp(x - largest) (x - largest)
   // With smoothing: the sums of the weights, and of the logits times them. These count from the
   // target's logit, so that large ones do not cancel.
-  const bool smooths = args.smoothing != 0.0f;
+  const bool smooths = !kEntropy && args.smoothing != 0.0f;
   const float pivot = fabsf(at_target) < kInfinity ? at_target : 0.0f;
   float2 totals = make_float2(0.0f, 0.0f);
 #pragma unroll 1
@@ -344,21 +355,30 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
     }
     largest = fmaxf(largest, cap(raw));  // the cap keeps the order
     const float reference = largest == -kInfinity ? 0.0f : largest;
+    if (kEntropy && sum != 0.0f) {
+      moment = fmaf(sum, before - reference, moment) * exp_below(before, reference);
+    }
     sum *= exp_below(before, reference);
 #pragma unroll 1
     for (int v = begin + thread; v < end; v += kThreads) {
       float values[kPerVector];
       load_logits(held, part, v, cap, values);
 #pragma unroll
-      for (float value : values) sum += exp_below(value, reference);
-      if (!smooths) continue;
+      for (float value : values) {
+        const float exponential = exp_below(value, reference);
+        sum += exponential;
+        if (kEntropy) moment = fmaf(exponential, distance_below(value, reference), moment);
+      }
+      if constexpr (!kEntropy) {
+        if (!smooths) continue;
 #pragma unroll
-      for (int k = 0; k < kPerVector; ++k) {
-        const int column = part.column(v) + k;
-        if (!part.has(column)) continue;
-        const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
-        totals.x += of_class;
-        totals.y = fmaf(of_class, values[k] - pivot, totals.y);
+        for (int k = 0; k < kPerVector; ++k) {
+          const int column = part.column(v) + k;
+          if (!part.has(column)) continue;
+          const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
+          totals.x += of_class;
+          totals.y = fmaf(of_class, values[k] - pivot, totals.y);
+        }
       }
     }
   }
@@ -373,6 +393,11 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
   const float log_sum = logf(all.y);
   const float lse = all.x + log_sum;
   if (smooths) totals = owner.sums(totals, 1);
+  float entropy = 0.0f;
+  if constexpr (kEntropy) {
+    if (sum != 0.0f) moment = fmaf(sum, largest - all.x, moment) * exp_below(largest, all.x);
+    entropy = log_sum - owner.sums(make_float2(moment, 0.0f), 1).x / all.y;
+  }
 
   const float hit = inside ? (1.0f - args.smoothing) * weight : at_target;
   const float each = args.smoothing / args.columns;
@@ -381,10 +406,13 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
     float loss = fmaf(hit, (all.x - at_target) + log_sum, args.z_loss * lse * lse);
     if (smooths) loss += each * (totals.x * ((all.x - pivot) + log_sum) - totals.y);
     args.loss[row] = scale * loss;
+    if (kEntropy) args.entropy[row] = entropy;
   }
   if (kGradient && args.grad != nullptr) {
     const float share = scale * (hit + each * totals.x + 2.0f * args.z_loss * lse) / all.y;
     const float less = scale * each;
+    const float of_entropy =
+        kEntropy && args.entropy_scale != nullptr ? -args.entropy_scale[row] / all.y : 0.0f;
     const int target_vector = inside ? (static_cast<int>(target) + part.shift) / kPerVector : -1;
 #pragma unroll 1
     for (int v = thread; v < part.count; v += kThreads) {
@@ -392,7 +420,12 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
       load_logits(held, part, v, cap, values);
 #pragma unroll
       for (int k = 0; k < kPerVector; ++k) {
-        results[k] = fmaf(exp_below(values[k], all.x), share, -less);
+        float factor = share;
+        if (kEntropy) {
+          const float log_p = distance_below(values[k], all.x) - log_sum;
+          factor = fmaf(of_entropy, log_p + entropy, share);
+        }
+        results[k] = fmaf(exp_below(values[k], all.x), factor, -less);
       }
       if (smooths && args.weight != nullptr) {
 #pragma unroll
@@ -416,16 +449,16 @@ __device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) 
   }
 }
 
-template <typename Format, bool kGradient>
+template <typename Format, bool kGradient, bool kEntropy>
 __global__ void __launch_bounds__(kLossThreads, 3)
     cross_entropy(const __grid_constant__ CrossEntropyArgs args) {
-  cross_entropy_row<Format, kGradient, BlockRow>(args);
+  cross_entropy_row<Format, kGradient, kEntropy, BlockRow>(args);
 }
 
-template <typename Format>
-__global__ void __launch_bounds__(kLossThreads, 5)
+template <typename Format, bool kEntropy>
+__global__ void __launch_bounds__(kLossThreads, kEntropy ? 4 : 5)
     cross_entropy_short(const __grid_constant__ CrossEntropyArgs args) {
-  cross_entropy_row<Format, true, WarpRow>(args);
+  cross_entropy_row<Format, true, kEntropy, WarpRow>(args);
 }
 
 __global__ void __launch_bounds__(kLossScaleThreads, 1)
@@ -485,22 +518,27 @@ __global__ void __launch_bounds__(kLossThreads)
   }
 }
 
-#define TIERCEL_LOSS(type, gradient)                          \
-  {DType::k##type, gradient,                                  \
-   Kernel("cross_entropy<" #type ", gradient=" #gradient ">", \
-          reinterpret_cast<const void*>(cross_entropy<type, gradient>), kLossLargestPart)}
-#define TIERCEL_TYPE(type) TIERCEL_LOSS(type, false), TIERCEL_LOSS(type, true)
-#define TIERCEL_SHORT(type)                                 \
-  {DType::k##type, Kernel("cross_entropy_short<" #type ">", \
-                          reinterpret_cast<const void*>(cross_entropy_short<type>))}
+#define TIERCEL_LOSS(type, gradient, entropy, name)                              \
+  {DType::k##type, gradient, entropy,                                            \
+   Kernel("cross_entropy<" #type ", gradient=" #gradient name ">",               \
+          reinterpret_cast<const void*>(cross_entropy<type, gradient, entropy>), \
+          kLossLargestPart)}
+#define TIERCEL_TYPE(type)                                                   \
+  TIERCEL_LOSS(type, false, false, ""), TIERCEL_LOSS(type, true, false, ""), \
+      TIERCEL_LOSS(type, false, true, ", entropy"), TIERCEL_LOSS(type, true, true, ", entropy")
+#define TIERCEL_SHORT(type, entropy, name)       \
+  {DType::k##type, entropy,                      \
+   Kernel("cross_entropy_short<" #type name ">", \
+          reinterpret_cast<const void*>(cross_entropy_short<type, entropy>))}
+#define TIERCEL_SHORTS(type) TIERCEL_SHORT(type, false, ""), TIERCEL_SHORT(type, true, ", entropy")
 #define TIERCEL_RESCALE(type)                                 \
   {DType::k##type, Kernel("cross_entropy_rescale<" #type ">", \
                           reinterpret_cast<const void*>(cross_entropy_rescale<type>))}
 
 const CrossEntropyKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_TYPE(BFloat16),
                                        TIERCEL_TYPE(Float16)};
-const CrossEntropyFormatKernel kShortKernels[] = {TIERCEL_SHORT(Float32), TIERCEL_SHORT(BFloat16),
-                                                  TIERCEL_SHORT(Float16)};
+const CrossEntropyShortKernel kShortKernels[] = {TIERCEL_SHORTS(Float32), TIERCEL_SHORTS(BFloat16),
+                                                 TIERCEL_SHORTS(Float16)};
 const CrossEntropyFormatKernel kRescaleKernels[] = {
     TIERCEL_RESCALE(Float32), TIERCEL_RESCALE(BFloat16), TIERCEL_RESCALE(Float16)};
 
@@ -514,7 +552,7 @@ const CrossEntropyKernel* cross_entropy_kernels(int* count) {
   return kKernels;
 }
 
-const CrossEntropyFormatKernel* cross_entropy_short_kernels(int* count) {
+const CrossEntropyShortKernel* cross_entropy_short_kernels(int* count) {
   *count = sizeof(kShortKernels) / sizeof(kShortKernels[0]);
   return kShortKernels;
 }

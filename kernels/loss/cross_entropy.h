@@ -41,6 +41,12 @@ struct CrossEntropyCall {
   const TensorView* loss = nullptr;
   const TensorView* grad = nullptr;  // or null
   CrossEntropyOptions options;
+  // [T] float32 contiguous: the entropy of each row's distribution, 0 where the target is
+  // ignore_index; or null. Not with label_smoothing.
+  const TensorView* entropy = nullptr;
+  // [T] float32 contiguous or null, with `entropy` and `grad`: the gradient of each row's entropy,
+  // times its element here, is added to `grad`.
+  const TensorView* entropy_scale = nullptr;
 };
 
 // All checks and the choice of a kernel; needs no GPU and no driver.

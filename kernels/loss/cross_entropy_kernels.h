@@ -35,6 +35,8 @@ struct CrossEntropyArgs {
   int64_t rows;
   int warp_vectors;  // of shared memory, where a warp has a row
   bool vectors;      // the rows of grad have the logits' offset from a multiple of 16 bytes
+  float* entropy;    // of each row, in kernels for it
+  const float* entropy_scale;  // of each row's gradient of the entropy, or null: 0
 };
 
 struct CrossEntropyScaleArgs {
@@ -57,6 +59,13 @@ struct CrossEntropyRescaleArgs {
 struct CrossEntropyKernel {
   DType dtype;
   bool gradient;
+  bool entropy;
+  Kernel kernel;
+};
+
+struct CrossEntropyShortKernel {
+  DType dtype;
+  bool entropy;
   Kernel kernel;
 };
 
@@ -77,7 +86,7 @@ inline constexpr int kLossLargestPart = 216 << 10;
 inline constexpr int kLossWarpRow = (4 << 10) + kLossVectorBytes;
 
 const CrossEntropyKernel* cross_entropy_kernels(int* count);
-const CrossEntropyFormatKernel* cross_entropy_short_kernels(int* count);
+const CrossEntropyShortKernel* cross_entropy_short_kernels(int* count);
 const CrossEntropyFormatKernel* cross_entropy_rescale_kernels(int* count);
 extern const Kernel kCrossEntropyScale;
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/rotary/kv_cache_prepare.h"
+#include "kernels/rotary/qk_heads.h"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/early_launch.h"
@@ -17,7 +18,7 @@ namespace {
 
 constexpr char kOp[] = "qk_norm_rope_cache";
 constexpr KvNames kNames = {kOp, "k", "v", "Hk", "[T, Hk, D]", "[blocks, block size, Hk, D]"};
-constexpr int kVector = 8;      // elements, 16 bytes
+constexpr char kWithoutCache[] = "qk_norm_rope";
 constexpr int kMostLanes = 32;  // per head
 
 struct Choice {
@@ -26,90 +27,40 @@ struct Choice {
   Dim3 block;
 };
 
-Status check_weight(const Argument& weight, const Argument& q) {
-  if (weight.view.dtype != DType::kFloat32) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {q.view.dtype, DType::kFloat32}));
+// The result for queries; queries have been checked.
+Status check_q_out(const QkNormRopeCacheCall& t) {
+  const TensorView& view = *t.heads.q;
+  const Argument q{kOp, "q", view}, q_out{kOp, "q_out", *t.q_out};
+  const bool float8 = t.q_out->dtype == DType::kFloat8E4M3;
+  if (!float8) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(q_out, {view.dtype, DType::kFloat8E4M3}));
   }
-  TIERCEL_RETURN_IF_ERROR(check_shape(weight, {q.view.shape[2]}, "[D]"));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(weight, q));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(weight));
-  return check_contiguous(weight);
-}
-
-// All but what concerns keys, values and the cache alone.
-Status check(const QkNormRopeCacheCall& t) {
-  const Argument q{kOp, "q", *t.q}, k{kOp, "k", *t.kv.key}, q_out{kOp, "q_out", *t.q_out};
-  const Argument positions{kOp, "positions", *t.positions}, angles{kOp, "cos_sin_cache", *t.angles};
-  TIERCEL_RETURN_IF_ERROR(check_rank(q, 3));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kBFloat16, DType::kFloat16}));
-  TIERCEL_RETURN_IF_ERROR(check_rank(k, 3));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(k, {t.q->dtype}));
-  const int64_t tokens = t.q->shape[0], size = t.q->shape[2];
-  TIERCEL_RETURN_IF_ERROR(check_shape(k, {tokens, t.kv.key->shape[1], size}, "[T, Hk, D]"));
-  if (t.q_out->dtype != DType::kFloat8E4M3) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(q_out, {t.q->dtype, DType::kFloat8E4M3}));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_shape(q_out, {tokens, t.q->shape[1], size}, "[T, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(positions, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(positions, {tokens}, "[T]"));
-  TIERCEL_RETURN_IF_ERROR(check_rank(angles, 2));
-  if (t.angles->dtype != DType::kFloat32) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(angles, {DType::kFloat32, t.q->dtype}));
-  }
-  const int64_t rotated = t.angles->shape[1];
-  if (rotated % 2 != 0 || rotated > size) {
-    return Status::InvalidArgument(
-        mismatch(angles, "have an even second dimension of at most D = " + std::to_string(size),
-                 std::to_string(rotated)));
-  }
-  if (t.angles->shape[0] == 0 && tokens != 0 && rotated != 0) {
-    return Status::InvalidArgument(
-        mismatch(angles, "have at least one row", shape_text(t.angles->shape, 2)));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_cuda(q));
-  for (const Argument& other : {k, q_out, positions, angles}) {
-    TIERCEL_RETURN_IF_ERROR(check_same_device(other, q));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(other));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(positions));
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(angles));
-  TIERCEL_RETURN_IF_ERROR(check_inner(q));
+  const int64_t* const shape = view.shape;
+  TIERCEL_RETURN_IF_ERROR(check_shape(q_out, {shape[0], shape[1], shape[2]}, "[T, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(q_out, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(q_out));
   TIERCEL_RETURN_IF_ERROR(check_inner(q_out));
-  if (t.q_weight != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_weight({kOp, "q_weight", *t.q_weight}, q));
-  }
-  if (t.k_weight != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_weight({kOp, "k_weight", *t.k_weight}, q));
-  }
   if (t.q_scale == nullptr) return Status();
   const Argument scale{kOp, "q_scale", *t.q_scale};
-  if (t.q_out->dtype != DType::kFloat8E4M3) {
+  if (!float8) {
     return Status::InvalidArgument(
         mismatch(scale, "be None for a `q_out` that is not float8", "a tensor"));
   }
-  return check_float8_scale(scale, q, "H", t.q->shape[1]);
-}
-
-bool in_vectors(const HeadsOfTokens& heads, int bytes) {
-  return (reinterpret_cast<uintptr_t>(heads.data) | static_cast<uint64_t>(heads.token_stride) |
-          static_cast<uint64_t>(heads.head_stride)) %
-             bytes ==
-         0;
-}
-
-bool is_aligned(const TensorView* view) {
-  return view == nullptr || reinterpret_cast<uintptr_t>(view->data) % 16 == 0;
+  return check_float8_scale(scale, q, "H", shape[1]);
 }
 
 // Few tokens: one head per thread, to use every multiprocessor.
-Status choose(const QkNormRopeCacheArgs& args, const TensorView& q, bool interleaved, int lanes,
-              Choice* choice) {
+Status choose(const char* op, const QkHeads& tensors, QkNormRopeCacheArgs* filled, Choice* choice) {
+  const QkNormRopeCacheArgs& args = *filled;
+  const TensorView& q = *tensors.q;
+  if (args.cache.tokens == 0 || args.heads == 0 || q.shape[2] == 0) return Status();
+  const int lanes = qk_lanes(args);
   const int64_t tokens = args.cache.tokens;
   const bool few = tokens * args.heads * lanes <= kDefaultMultiprocessors * 4096;
   const int heads = few ? 1 : kQkMostHeads;
   choice->kernel =
       KernelTable(qk_norm_rope_cache_kernels).find([&](const QkNormRopeCacheKernel& kernel) {
-        return kernel.dtype == q.dtype && kernel.interleaved == interleaved &&
+        return kernel.dtype == q.dtype && kernel.interleaved == tensors.interleaved &&
                kernel.float8 == (args.float8_q || args.float8_cache) && kernel.heads == heads;
       });
   const int64_t threads = few ? 128 : 256, slots = ceil_div(args.heads, heads);
@@ -121,79 +72,59 @@ Status choose(const QkNormRopeCacheArgs& args, const TensorView& q, bool interle
   choice->block.z = static_cast<uint32_t>(std::max<int64_t>(std::min(together, tokens), 1));
   const int64_t grid = ceil_div(tokens, choice->block.z);
   if (grid > 0x7fffffff || blocks > 65535) {
-    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
+    return Status::Unimplemented(std::string(op) + ": too large for one launch, got shape " +
                                  shape_text(q.shape, q.ndim));
   }
   choice->grid.x = static_cast<uint32_t>(grid);
   choice->grid.y = static_cast<uint32_t>(blocks);
+  filled->cache.prefetch_blocks = resident_blocks(choice->block) / 2;  // as for kv_cache_write
+  filled->early_launch = launches_early(int64_t{choice->grid.x} * choice->grid.y);
   return Status();
 }
 
 Status prepare(const QkNormRopeCacheCall& t, QkNormRopeCacheArgs* args, Choice* choice) {
-  TIERCEL_RETURN_IF_ERROR(check(t));
+  QkHeads heads = t.heads;
+  heads.k = t.kv.key;
+  TIERCEL_RETURN_IF_ERROR(check_qk_heads(kOp, heads));
+  TIERCEL_RETURN_IF_ERROR(check_q_out(t));
   int elements = 1;
   TIERCEL_RETURN_IF_ERROR(prepare_kv_cache(kNames, t.kv, &args->cache, &elements));
-  const int64_t size = t.q->shape[2], rotated = t.angles->shape[1];
-  args->q = heads_of(*t.q);
+  args->q = heads_of(*heads.q);
   args->q_out = heads_of(*t.q_out);
   args->float8_q = t.q_out->dtype == DType::kFloat8E4M3;
   args->float8_cache = t.kv.key_cache->dtype == DType::kFloat8E4M3;
-  const bool aligned = elements == kVector && in_vectors(args->q, 16) &&
-                       in_vectors(args->q_out, args->float8_q ? 8 : 16) && is_aligned(t.angles) &&
-                       is_aligned(t.q_weight) && is_aligned(t.k_weight);
-  if (!aligned || size % kVector != 0) {
-    return Status::Unimplemented(
-        std::string(kOp) +
-        ": heads, weights and lines of the cache must begin at multiples of 16 bytes (of 8 where "
-        "they are float8) and D must be a multiple of 8");
-  }
-  if (rotated % (2 * kVector) != 0) {
-    return Status::Unimplemented(mismatch({kOp, "cos_sin_cache", *t.angles},
-                                          "have a multiple of 16 columns",
-                                          std::to_string(rotated)));
-  }
-  constexpr int64_t kMost = 0x3fffffff;  // the kernels count heads and rows in 32 bits
-  if (size > kMostLanes * 2 * kVector || t.q->shape[1] > kMost || t.kv.key->shape[1] > kMost / 2 ||
-      t.angles->shape[0] > kMost) {
-    return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shapes " +
-                                 shape_text(t.q->shape, 3) + ", " + shape_text(t.kv.key->shape, 3) +
-                                 " and " + shape_text(t.angles->shape, 2));
-  }
-  args->positions = t.positions->data;
-  args->wide_positions = t.positions->dtype == DType::kInt64;
-  args->angles = static_cast<const char*>(t.angles->data);
-  args->wide_angles = t.angles->dtype == DType::kFloat32;
-  args->last_position = static_cast<uint32_t>(std::max<int64_t>(t.angles->shape[0] - 1, 0));
-  if (t.q_weight != nullptr) {
-    args->q_weight = static_cast<const char*>(t.q_weight->data);
-    args->wide_q_weight = t.q_weight->dtype == DType::kFloat32;
-  }
-  if (t.k_weight != nullptr) {
-    args->k_weight = static_cast<const char*>(t.k_weight->data);
-    args->wide_k_weight = t.k_weight->dtype == DType::kFloat32;
-  }
+  const bool aligned = elements == kQkVector && in_vectors(args->q_out, args->float8_q ? 8 : 16);
+  TIERCEL_RETURN_IF_ERROR(prepare_qk_heads(kOp, heads, aligned, args));
   args->q_scale = set_scale(t.q_scale, &args->q_scale_per_head);
-  args->eps = static_cast<float>(t.eps);
-  args->q_heads = static_cast<int>(t.q->shape[1]);
-  args->kv_heads = static_cast<int>(t.kv.key->shape[1]);
   args->heads = args->q_heads + 2 * args->kv_heads;
-  args->rotated = static_cast<int>(rotated);
-  args->turning = static_cast<int>(rotated / (2 * kVector));
-  args->rest = static_cast<int>((size - rotated) / kVector);
-  if (args->cache.tokens == 0 || args->heads == 0 || size == 0) return Status();
-  args->inverse_size = 1.0f / static_cast<float>(size);
-  const int places = args->turning + (args->rest + 1) / 2;
-  int lanes = 1;
-  while (lanes < places) lanes *= 2;
-  TIERCEL_RETURN_IF_ERROR(choose(*args, *t.q, t.interleaved, lanes, choice));
-  args->cache.prefetch_blocks = resident_blocks(choice->block) / 2;  // as for kv_cache_write
-  args->early_launch = launches_early(int64_t{choice->grid.x} * choice->grid.y);
-  return Status();
+  return choose(kOp, heads, args, choice);
 }
 
-}  // namespace
+// Keys' results are a cache in which each token has a slot of its own.
+Status prepare(const QkNormRopeCall& t, QkNormRopeCacheArgs* args, Choice* choice) {
+  const QkHeads& heads = t.heads;
+  TIERCEL_RETURN_IF_ERROR(check_qk_heads(kWithoutCache, heads));
+  const Argument q{kWithoutCache, "q", *heads.q}, k{kWithoutCache, "k", *heads.k};
+  TIERCEL_RETURN_IF_ERROR(check_like({kWithoutCache, "q_out", *t.q_out}, q, "[T, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_like({kWithoutCache, "k_out", *t.k_out}, k, "[T, Hk, D]"));
+  args->q = heads_of(*heads.q);
+  args->q_out = heads_of(*t.q_out);
+  KvCacheArgs& cache = args->cache;
+  cache.key = heads_of(*heads.k);
+  const HeadsOfTokens k_out = heads_of(*t.k_out);
+  const bool aligned = in_vectors(args->q_out, 16) && in_vectors(k_out, 16);
+  TIERCEL_RETURN_IF_ERROR(prepare_qk_heads(kWithoutCache, heads, aligned, args));
+  cache.key_cache = k_out.data;
+  cache.key_strides[0] = k_out.token_stride;
+  cache.key_strides[2] = k_out.head_stride;
+  cache.tokens = cache.slot_count = heads.q->shape[0];
+  cache.block_size = 1;
+  args->heads = args->q_heads + args->kv_heads;
+  return choose(kWithoutCache, heads, args, choice);
+}
 
-Status qk_norm_rope_cache_plan(const QkNormRopeCacheCall& call, QkNormRopeCachePlan* plan) {
+template <typename Call>
+Status plan(const Call& call, QkNormRopeCachePlan* plan) {
   QkNormRopeCacheArgs args{};
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice));
@@ -205,7 +136,8 @@ Status qk_norm_rope_cache_plan(const QkNormRopeCacheCall& call, QkNormRopeCacheP
   return Status();
 }
 
-Status qk_norm_rope_cache(const QkNormRopeCacheCall& call, void* stream) {
+template <typename Call>
+Status launch(const Call& call, void* stream) {
   QkNormRopeCacheArgs args{};
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice));
@@ -215,7 +147,23 @@ Status qk_norm_rope_cache(const QkNormRopeCacheCall& call, void* stream) {
   config.block = choice.block;
   config.dependent = true;
   void* pointers[] = {&args};
-  return choice.kernel->kernel.launch(config, call.q->device_index, stream, pointers);
+  return choice.kernel->kernel.launch(config, call.heads.q->device_index, stream, pointers);
 }
+
+}  // namespace
+
+Status qk_norm_rope_cache_plan(const QkNormRopeCacheCall& call, QkNormRopeCachePlan* result) {
+  return plan(call, result);
+}
+
+Status qk_norm_rope_cache(const QkNormRopeCacheCall& call, void* stream) {
+  return launch(call, stream);
+}
+
+Status qk_norm_rope_plan(const QkNormRopeCall& call, QkNormRopeCachePlan* result) {
+  return plan(call, result);
+}
+
+Status qk_norm_rope(const QkNormRopeCall& call, void* stream) { return launch(call, stream); }
 
 }  // namespace tiercel

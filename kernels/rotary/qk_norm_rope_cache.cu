@@ -13,6 +13,7 @@
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/float8_store.cuh"
 #include "kernels/rotary/integers.cuh"
+#include "kernels/rotary/qk_heads.cuh"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/early_launch.h"
 #include "kernels/sm90/prefetch.h"
@@ -20,29 +21,6 @@
 
 namespace tiercel {
 namespace {
-
-constexpr int kVector = 8;
-
-// Eight elements of a list of float32 or of `Element`, as they are in memory: whoever loads them
-// does not wait for them.
-template <typename Element>
-struct Eight {
-  uint32_t words[kVector];
-
-  __device__ __forceinline__ void load(const char* list, int64_t index, bool is_float32) {
-    const char* const from = list + index * (is_float32 ? 4 : Element::kBytes);
-    load_vector(reinterpret_cast<uint32_t (&)[4]>(words[0]), from);
-    if (is_float32) load_vector(reinterpret_cast<uint32_t (&)[4]>(words[4]), from + 16);
-  }
-  __device__ __forceinline__ void get(float (&values)[kVector], bool is_float32) const {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const uint32_t pair = words[i / 2];
-      const float narrow = i % 2 ? Element::high(pair) : Element::low(pair);
-      values[i] = is_float32 ? __uint_as_float(words[i]) : narrow;
-    }
-  }
-};
 
 __device__ __forceinline__ const char* head_of(const QkNormRopeCacheArgs& args, int64_t token,
                                                int head) {
@@ -55,12 +33,12 @@ __device__ __forceinline__ const char* head_of(const QkNormRopeCacheArgs& args, 
 }
 
 template <typename Element, bool kMayBeFloat8>
-__device__ __forceinline__ void store_eight(char* to, const float (&values)[kVector], bool float8,
+__device__ __forceinline__ void store_eight(char* to, const float (&values)[kQkVector], bool float8,
                                             const Divisor& divisor) {
   if (kMayBeFloat8 && float8) {
-    store_float8<kVector>(to, values, divisor);
+    store_float8<kQkVector>(to, values, divisor);
   } else {
-    Packed<Element, kVector> packed;
+    Packed<Element, kQkVector> packed;
     packed.round(values);
     packed.store(to);
   }
@@ -73,7 +51,7 @@ __device__ __forceinline__ void prefetch_angles(const QkNormRopeCacheArgs& args,
   Integer position;
   position.load(args.positions, token, args.wide_positions);
   const uint64_t row = position.clamped(args.wide_positions, args.last_position);
-  const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kVector;
+  const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kQkVector;
   const int bytes = args.wide_angles ? 4 : Element::kBytes;
   prefetch_l2(args.angles + at * bytes);
   prefetch_l2(args.angles + (at + args.rotated / 2) * bytes);
@@ -91,21 +69,11 @@ template <typename Element, bool kInterleaved, bool kFloat8, int kHeads>
 __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     qk_norm_rope_cache(const __grid_constant__ QkNormRopeCacheArgs args) {
   const KvCacheArgs& cache = args.cache;
-  const int lane = threadIdx.x, copied = lane - args.turning;
-  const bool turns = copied < 0;
-  int offsets[2];  // of the vectors within a head, elements
-  bool has[2];
-  if (turns) {
-    offsets[0] = lane * (kInterleaved ? 2 : 1) * kVector;
-    offsets[1] = offsets[0] + (kInterleaved ? 1 : args.turning) * kVector;
-    has[0] = has[1] = true;
-  } else {
-    const int half = (args.rest + 1) / 2;  // the last place may have only one vector
-    offsets[0] = args.rotated + copied * kVector;
-    offsets[1] = offsets[0] + half * kVector;
-    has[0] = copied < half;
-    has[1] = copied + half < args.rest;
-  }
+  const int lane = threadIdx.x;
+  const HeadPlace own(args, lane, kInterleaved);
+  const bool turns = own.turns;
+  const int (&offsets)[2] = own.offsets;
+  const bool (&has)[2] = own.has;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
   const int first = blockIdx.y * kHeads * blockDim.y + threadIdx.y;
   const bool there = token < cache.tokens;
@@ -122,7 +90,9 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     }
     if (lane + threadIdx.y + threadIdx.z + blockIdx.y == 0) {
       prefetch_line(args.positions, blockIdx.x, cache.tokens * (args.wide_positions ? 8 : 4));
-      prefetch_line(cache.slots, blockIdx.x, cache.tokens * (cache.wide_slots ? 8 : 4));
+      if (cache.slots != nullptr) {
+        prefetch_line(cache.slots, blockIdx.x, cache.tokens * (cache.wide_slots ? 8 : 4));
+      }
     }
     if (threadIdx.y + blockIdx.y == 0) {  // one head's threads for all heads
       if (turns) prefetch_angles<Element>(args, token, lane);
@@ -139,9 +109,9 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
   Integer position = {0, 0}, number = {~0u, ~0u};
   if (there) {
     position.load(args.positions, token, args.wide_positions);
-    number.load(cache.slots, token, cache.wide_slots);
+    if (cache.slots != nullptr) number.load(cache.slots, token, cache.wide_slots);
   }
-  Packed<Element, kVector> x[kHeads][2] = {};
+  Packed<Element, kQkVector> x[kHeads][2] = {};
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const int head = first + i * blockDim.y;
@@ -183,11 +153,11 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
   Eight<Element> cosines = {}, sines = {};
   if (turns && there) {
     const uint64_t row = position.clamped(args.wide_positions, args.last_position);
-    const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kVector;
+    const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kQkVector;
     cosines.load(args.angles, at, args.wide_angles);
     sines.load(args.angles, at + args.rotated / 2, args.wide_angles);
   }
-  const int64_t slot = number.value(cache.wide_slots);
+  const int64_t slot = cache.slots != nullptr ? number.value(cache.wide_slots) : token;
   const bool kept = static_cast<uint64_t>(slot) < static_cast<uint64_t>(cache.slot_count);
 
   float squares[kHeads] = {};
@@ -195,8 +165,8 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2 * kVector; ++j) {
-        const float value = x[i][j / kVector][j % kVector];
+      for (int j = 0; j < 2 * kQkVector; ++j) {
+        const float value = x[i][j / kQkVector][j % kQkVector];
         squares[i] = fmaf(value, value, squares[i]);
       }
     }
@@ -218,37 +188,28 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     const int kv_head = head - args.q_heads, v_head = kv_head - args.kv_heads;
     const bool is_q = kv_head < 0, is_value = v_head >= 0;
     const char* const weight = is_q ? args.q_weight : is_value ? nullptr : args.k_weight;
-    float values[2][kVector];
+    float values[2][kQkVector];
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) values[p][j] = x[i][p][j];
+      for (int j = 0; j < kQkVector; ++j) values[p][j] = x[i][p][j];
     }
     if (weight != nullptr) {
       const float factor = rsqrtf(fmaf(squares[i], args.inverse_size, args.eps));
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         if (kHeads > 1) load_weight(weights[0], head, p);
-        float each[kVector];
+        float each[kQkVector];
         weights[kHeads == 1 ? p : 0].get(each, is_q ? args.wide_q_weight : args.wide_k_weight);
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) values[p][j] = values[p][j] * factor * each[j];
+        for (int j = 0; j < kQkVector; ++j) values[p][j] = values[p][j] * factor * each[j];
       }
     }
     if (turns && !is_value) {
-      float cosine[kVector], sine[kVector];
+      float cosine[kQkVector], sine[kQkVector];
       cosines.get(cosine, args.wide_angles);
       sines.get(sine, args.wide_angles);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        constexpr int kStep = kInterleaved ? 2 : 1, kNext = kInterleaved ? 1 : 0;
-        constexpr int kPairs = kInterleaved ? kVector / 2 : kVector;  // in the first vector
-        float& first_of_pair = values[kInterleaved ? j / kPairs : 0][j % kPairs * kStep];
-        float& second_of_pair = values[kInterleaved ? j / kPairs : 1][j % kPairs * kStep + kNext];
-        const float a = first_of_pair, b = second_of_pair;
-        first_of_pair = a * cosine[j] - b * sine[j];
-        second_of_pair = b * cosine[j] + a * sine[j];
-      }
+      turn_pairs<kInterleaved>(values, cosine, sine);
     }
     char* to;
     Divisor divisor = {1.0f, 1.0f, true, true};

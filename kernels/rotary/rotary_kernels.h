@@ -84,30 +84,36 @@ inline constexpr int kKvCacheThreads = 128;  // at most
 
 const KvCacheKernel* kv_cache_kernels(int* count);
 
-struct QkNormRopeCacheArgs {
-  HeadsOfTokens q, q_out;
-  KvCacheArgs cache;  // with the keys and values
+// Positions, angles and norms of the heads of queries and keys.
+struct QkHeadsArgs {
   const void* positions;
   const char* angles;    // rows of cosines, then sines
   const char* q_weight;  // null: no norm
   const char* k_weight;
-  const float* q_scale;  // null means 1
   float eps;
   float inverse_size;      // 1 / D
   uint32_t last_position;  // of `angles`; positions beyond it and below 0 use the nearest row
   int q_heads;
   int kv_heads;
-  int heads;    // of q, k and v together
-  int rotated;  // elements per head
-  int turning;  // places per head that are rotated, which come first
-  int rest;     // vectors per head that are only copied
-  bool q_scale_per_head;
-  bool float8_q;
-  bool float8_cache;
+  int rotated;          // elements per head
+  int turning;          // places per head that are rotated, which come first
+  int rest;             // vectors per head that are only copied
   bool wide_positions;  // int64
   bool wide_angles;     // float32
   bool wide_q_weight;
   bool wide_k_weight;
+};
+
+// Without `cache.slots` each token has a slot of its own in the order of the tokens: then the cache
+// is a tensor of keys.
+struct QkNormRopeCacheArgs : QkHeadsArgs {
+  HeadsOfTokens q, q_out;
+  KvCacheArgs cache;     // with the keys and values
+  const float* q_scale;  // null means 1
+  int heads;             // of q, k and v together
+  bool q_scale_per_head;
+  bool float8_q;
+  bool float8_cache;
   bool early_launch;  // see grid_dependency_wait_and_launch()
 };
 
@@ -119,10 +125,51 @@ struct QkNormRopeCacheKernel {
   Kernel kernel;
 };
 
+inline constexpr int kQkVector = 8;  // elements, 16 bytes
 inline constexpr int kQkMostThreads = 256;
 inline constexpr int kQkMostHeads = 2;  // per thread
 
 const QkNormRopeCacheKernel* qk_norm_rope_cache_kernels(int* count);
+
+// Blocks below `q_blocks` have rows of q, the others rows of k: a row is a head of a token.
+struct QkNormRopeBackwardArgs : QkHeadsArgs {
+  HeadsOfTokens q, k, grad_q_out, grad_k_out, grad_q, grad_k;
+  float* partial;  // [blocks, D], sums of a block's rows for its weight; null: no such gradient
+  uint32_t q_rows;
+  uint32_t k_rows;
+  uint32_t q_blocks;
+};
+
+struct QkNormRopeBackwardKernel {
+  DType dtype;
+  bool interleaved;
+  Kernel kernel;
+};
+
+inline constexpr int kQkBackwardThreads = 128;
+
+const QkNormRopeBackwardKernel* qk_norm_rope_backward_kernels(int* count);
+
+struct QkWeightGradArgs {
+  const float* partial;  // [blocks, size], those of q first
+  char* grad_q_weight;   // null: not wanted
+  char* grad_k_weight;
+  int q_blocks;
+  int blocks;
+  int size;
+  bool wide_q_weight;  // float32
+  bool wide_k_weight;
+};
+
+struct QkWeightGradKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
+inline constexpr int kQkWeightGradColumns = 32;  // per block
+inline constexpr int kQkWeightGradRows = 8;      // that a block adds at once
+
+const QkWeightGradKernel* qk_weight_grad_kernels(int* count);
 
 }  // namespace tiercel
 

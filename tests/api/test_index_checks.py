@@ -102,6 +102,10 @@ def fused(**changes):
     return named | {"cos_sin_cache": torch.randn(64, 16)} | changes
 
 
+def normed(**changes):
+    return {n: fused()[n] for n in ("q", "k", "positions", "cos_sin_cache")} | changes
+
+
 _LISTS = {
     "sorted_token_ids": int32(0, 1, 2, 3, 2, 4, 4, 4, 4),
     "expert_ids": int32(2, -1, -1),
@@ -264,6 +268,7 @@ WRONG = [
     ("kv_cache_write", cache_write, "slots", int32(-1, 7, -2), "got -2 at [2]"),
     ("qk_norm_rope_cache", fused, "slots", int32(-1, 8, 0), "from 0 to 7, or -1 for none, got 8"),
     ("qk_norm_rope_cache", fused, "positions", int32(64, 0, 1), "from 0 to 63, got 64 at [0]"),
+    ("qk_norm_rope", normed, "positions", int32(0, 1, -1), "from 0 to 63, got -1 at [2]"),
     (
         "moe_align_block_size",
         align,

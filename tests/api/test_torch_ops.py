@@ -48,7 +48,7 @@ ELSEWHERE_OF = {
     "cross_entropy": {"reduction"},
     "topk_softmax": ROUTING,
     "topk_softmax_align": ROUTING,
-    "linear_cross_entropy": {"reduction", "group"},
+    "linear_cross_entropy": {"reduction", "return_entropy", "group"},
     "fp8_linear_weight_grad": {"total"},
     "fp8_quantize": {"scale"},
     "grouped_gemm": {"counts", "expected_rows", "w_scale", "x_scale"},

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tiercel.workbench.bench import BenchError, cases, environment, ops
+from tiercel.workbench.bench import BenchError, cases, environment, ops, table
 
 OPS = ops.load()
 
@@ -27,6 +27,16 @@ def test_the_suites_are_valid():
     assert len(smoke) <= 12 * len({case.family for case in smoke})  # a minute or two
     assert len(full) == len({case.key for case in full}) >= 100
     assert any(case.host for case in smoke)
+    training = cases.select(data, OPS, suite="training")
+    assert {case.key for case in training} < {case.key for case in full}
+
+
+def test_a_line_shows_the_peak_of_memory():
+    record = {"timing": "graph", "impl": "tiercel", "status": "ok", "exact": True}
+    record |= dict.fromkeys(("gbps", "tflops", "limit_frac", "rel_err", "ratio"))
+    record |= dict.fromkeys(("ms_median", "ms_p10", "ms_p90"), 2.0)
+    assert "peak 1184 MiB" in table.result_line(record | {"peak_mib": 1184.25})
+    assert "peak" not in table.result_line(record)
 
 
 def test_a_folder_is_read_as_one(tmp_path):

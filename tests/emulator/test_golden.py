@@ -39,6 +39,7 @@ WITHOUT = {
     "moe_down": "the contract's cases are large",
     "moe_up": "the contract's cases are large",
     "nvfp4_gemv": "scales on the CPU",
+    "qk_norm_rope": "by the kernels of qk_norm_rope_cache",
     "top_k_indices": "compared with its reference, bit by bit, where it is tested",
     "w4_moe": "none yet",
     "paged_attention": "as decode_attention, whose kernels it takes for few new tokens",

@@ -19,6 +19,7 @@ FUZZED = (
     "kv_cache_write",
     "linear_cross_entropy",
     "moe_align_block_size",
+    "qk_norm_rope",
     "qk_norm_rope_cache",
     "rotary_embedding",
     "topk_softmax_align",
@@ -128,6 +129,29 @@ def test_rotary_embedding(case):
         got = given[5:7] if outputs else given[1:3]
     for one, exact in zip(got, due, strict=True):
         torch.testing.assert_close(one, exact, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_qk_norm_rope(case):
+    draw = Draw(case)
+    tokens, heads, others = draw.of(1, 5, 33), draw.of(1, 4), draw.of(0, 3)
+    rows, size = draw.of(1, 7, 50), draw.of(64, 80, 16)
+    dtype = draw.of(torch.bfloat16, torch.float16)
+    positions = torch.randint(rows, (tokens,), generator=draw.generator)
+    positions = draw.strays(positions, rows, wide=draw.of(False, True))
+    q, k, grad_q, grad_k = (
+        draw.normal(tokens, count, size, dtype=dtype) for count in (heads, others) * 2
+    )
+    angles = draw.normal(rows, draw.of(16, size, 0), dtype=draw.of(torch.float32, dtype))
+    weight = draw.of(None, draw.uniform(size) + 0.5)
+    options = (positions, angles, weight, weight, 1e-6, draw.of(False, True))
+    due = reference("qk_norm_rope")(q, k, *options, None)
+    got, _ = run("qk_norm_rope", q, k, *options, None)
+    given = (q, k, grad_q, grad_k, *options, draw.of(False, True), True, None)
+    due = (*due, *reference("qk_norm_rope_backward")(*given))
+    got = (*got, *run("qk_norm_rope_backward", *given)[0])
+    for one, exact in zip(got, due, strict=True):
+        torch.testing.assert_close(one, exact, rtol=2**-6, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", range(CASES))

@@ -280,11 +280,13 @@ def test_the_floor_of_a_step(tmp_path, monkeypatch):
         assert found == pytest.approx((others + share * experts + 1000) / 2e9 * 1e3)
 
 
-def test_other_values_of_the_configuration(bench, capsys):
+def test_other_values_of_the_configuration(bench, monkeypatch, capsys):
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "0")
     shapes = ("--prefill", "1x8", "--decode", "--train", "--ways", "transformers")
     code, (record,) = bench(*shapes, "--set", "head_dim=32", "--set", 'hidden_act="gelu"')
     assert code == 0 and record["model"] == 'Tiny with head_dim=32, hidden_act="gelu"'
     assert "--set head_dim=32 --set 'hidden_act=\"gelu\"'" in record["command"]
+    assert record["command"].startswith("LIGER_FUSED_MOE_AUTOTUNE=0 tiercel bench model ")
     assert main(["bench", "model", "Qwen3-8B", "--device", "cpu", "--set", "head_dim"]) == 2
     assert "--set: 'head_dim' is not NAME=VALUE" in capsys.readouterr().err
 

@@ -218,3 +218,59 @@ def test_what_targets_add(make):
 def test_bad_lists_of_targets(make, error, text, name, shape, dtype):
     with pytest.raises(error, match=f"^linear_cross_entropy: {text}"):
         targets(make, **{name: make(*shape, dtype=dtype)})
+
+
+def entropy_plan(make, columns=1000, **given):
+    changes = {n: v for n, v in given.items() if n not in ("entropy", "entropy_scale")}
+    tensors = {
+        "logits": make(4, columns, dtype="bfloat16"),
+        "target": make(4, dtype="int64"),
+        "weight": None,
+        "scale": None,
+        "loss": make(4, dtype="float32"),
+        "grad": make(4, columns, dtype="bfloat16"),
+    }
+    more = {"entropy": make(4), "entropy_scale": make(4)}
+    more |= {n: v for n, v in given.items() if n in more}
+    values = (tensors | OPTIONS | changes | more).values()
+    return _C.cross_entropy_and_entropy_plan(*values)
+
+
+def test_kernels_for_entropies(make):
+    assert entropy_plan(make)["kernel"] == "cross_entropy_short<BFloat16, entropy>"
+    kernel = entropy_plan(make, 5000)["kernel"]
+    assert kernel == "cross_entropy<BFloat16, gradient=true, entropy>"
+    kernel = entropy_plan(make, 5000, grad=None, entropy_scale=None)["kernel"]
+    assert kernel == "cross_entropy<BFloat16, gradient=false, entropy>"
+
+
+BAD_ENTROPY = {
+    "dtype": (
+        lambda make: {"entropy": make(4, dtype="float16")},
+        TypeError,
+        "`entropy` must have dtype float32, got float16",
+    ),
+    "rows": (
+        lambda make: {"entropy": make(5)},
+        ValueError,
+        "`entropy` must have shape [T] = [4], got [5]",
+    ),
+    "its gradient": (
+        lambda make: {"entropy_scale": make(1)},
+        ValueError,
+        "`entropy_scale` must have shape [T] = [4], got [1]",
+    ),
+    "smoothing": (
+        lambda make: {"label_smoothing": 0.5},
+        ValueError,
+        "`label_smoothing` must be 0 with an entropy, got 0.500000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENTROPY)
+def test_bad_arguments_of_entropies_are_named(make, name):
+    changed, error, text = BAD_ENTROPY[name]
+    with pytest.raises(error) as info:
+        entropy_plan(make, **changed(make))
+    assert str(info.value) == f"cross_entropy: {text}"

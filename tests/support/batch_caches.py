@@ -56,3 +56,15 @@ def qk_norm_rope_cache(source):
         return out, *(c.view(-1, 2, 128)[: len(rows)] for c in caches)
 
     return Rows(500, run)
+
+
+@case("qk_norm_rope")
+def qk_norm_rope(source):
+    q, k = (source.normal(500, heads, 128) for heads in (8, 2))
+    table, weights = source.normal(1000, 128), [source.normal(128) for _ in range(2)]
+    positions = source.whole(1000, 500)
+
+    def run(rows):
+        return tiercel.qk_norm_rope(q[rows], k[rows], positions[rows], table, *weights)
+
+    return Rows(500, run)

@@ -70,6 +70,8 @@ _OPTIONS = (
     {"output_final_state": True},
     {"inplace": True},
     {"reduction": "mean"},
+    {"return_entropy": True, "label_smoothing": 0.0},
+    {"return_entropy": True, "label_smoothing": 0.0, "reduction": "mean"},
     {"scaling_factor": 2.0},
     _GROUPED_FLOAT8,
     _GROUPED_FLOAT8

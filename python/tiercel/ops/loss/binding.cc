@@ -20,6 +20,23 @@ constexpr Field<CrossEntropyCall> kFields[] = {
 };
 constexpr Parameters<CrossEntropyCall> kCrossEntropy{"cross_entropy", kFields};
 
+// Likewise, with the entropy of each row.
+constexpr Field<CrossEntropyCall> kEntropyFields[] = {
+    Tensor<&CrossEntropyCall::logits>("logits"),
+    Tensor<&CrossEntropyCall::target>("target"),
+    Optional<&CrossEntropyCall::weight>("weight"),
+    Optional<&CrossEntropyCall::scale>("scale"),
+    Tensor<&CrossEntropyCall::loss>("loss"),
+    Optional<&CrossEntropyCall::grad>("grad"),
+    Value<&CrossEntropyCall::options, &CrossEntropyOptions::ignore_index>("ignore_index"),
+    Value<&CrossEntropyCall::options, &CrossEntropyOptions::label_smoothing>("label_smoothing"),
+    Value<&CrossEntropyCall::options, &CrossEntropyOptions::z_loss>("z_loss"),
+    ValueOrNone<&CrossEntropyCall::options, &CrossEntropyOptions::softcap>("softcap"),
+    Tensor<&CrossEntropyCall::entropy>("entropy"),
+    Optional<&CrossEntropyCall::entropy_scale>("entropy_scale"),
+};
+constexpr Parameters<CrossEntropyCall> kEntropy{"cross_entropy", kEntropyFields};
+
 constexpr Field<CrossEntropyScaleCall> kScaleFields[] = {
     Tensor<&CrossEntropyScaleCall::target>("target"),
     Optional<&CrossEntropyScaleCall::weight>("weight"),
@@ -62,6 +79,10 @@ constexpr Function kFunctions[] = {
     LaunchOf<kCrossEntropy, cross_entropy>(
         "cross_entropy", "Launches the kernel on the current stream; fills `loss` and `grad`."),
     PlanOf<kCrossEntropy, cross_entropy_plan, kPlan>("cross_entropy_plan"),
+    LaunchOf<kEntropy, cross_entropy>(
+        "cross_entropy_and_entropy",
+        "Launches the kernel on the current stream; fills `loss`, `grad` and `entropy`."),
+    PlanOf<kEntropy, cross_entropy_plan, kPlan>("cross_entropy_and_entropy_plan"),
     LaunchOf<kScale, cross_entropy_mean_scale>(
         "cross_entropy_mean_scale",
         "Launches the kernel that fills `scale` with what a mean multiplies by."),

@@ -96,6 +96,21 @@ class _Part(NamedTuple):
     logits: Tensor
 
 
+class _Entropies:
+    """The rows' entropies, where they are wanted, and the gradient of each, if there is one."""
+
+    def __init__(self, call: Call, wanted: bool) -> None:
+        self.found = call.x.new_empty(call.x.shape[0] if wanted else 0, dtype=torch.float32)
+        self._wanted = wanted
+        self._by = getattr(call, "entropy_scale", None)
+
+    def arguments(self, at: slice) -> tuple[Tensor | None, ...]:
+        """What a launch takes of a chunk, behind its options."""
+        if not self._wanted:
+            return ()
+        return self.found[at], None if self._by is None else self._by[at]
+
+
 def _parts(call: Call, chunks: Chunks, scale: Tensor | None) -> Iterator[_Part]:
     """Each chunk with its logits, which lie where those of the one before were."""
     total, classes = call.x.shape[0], call.weight.shape[0]
@@ -108,18 +123,19 @@ def _parts(call: Call, chunks: Chunks, scale: Tensor | None) -> Iterator[_Part]:
         yield _Part(at, x, call.target[at], own, logits)
 
 
-# (logits, target, class_weight, scale, loss, grad or None, *options): fills loss and grad.
+# (logits, target, class_weight, scale, loss, grad or None, *options): fills loss and grad; with
+# (..., entropy, its gradient or None) the entropies, too.
 Launch = Callable[..., Any]
 
 
-def losses(call: Call, launch: Launch) -> Tensor:
+def losses(call: Call, launch: Launch, entropy: bool = False) -> Any:
+    """The rows' losses; with `entropy`, (losses, entropies)."""
     loss = call.x.new_empty(call.x.shape[:1], dtype=torch.float32)
+    entropies = _Entropies(call, entropy)
     for part in _parts(call, divide(call, False), call.scale):
-        own = loss[part.at]
-        launch(
-            part.logits, part.target, call.class_weight, part.scale, own, None, *options_of(call)
-        )
-    return loss
+        given = (part.logits, part.target, call.class_weight, part.scale, loss[part.at], None)
+        launch(*given, *options_of(call), *entropies.arguments(part.at))
+    return (loss, entropies.found) if entropy else loss
 
 
 def with_gradient(
@@ -127,8 +143,11 @@ def with_gradient(
     launch: Launch,
     mean_scale: Callable[..., Tensor],
     at_targets: Callable[[Tensor, Tensor, Tensor, Tensor, int], None] | None = None,
+    entropy: bool = False,
 ) -> Any:
-    """The gradient of the logits takes their place; both products follow before the next chunk.
+    """(loss, gradients of x, weight and bias), and with `entropy` the rows' entropies.
+
+    The gradient of the logits takes their place; both products follow before the next chunk.
 
     `at_targets` adds as `add_targets`, which is used without it, but leaves out targets of -1.
     """
@@ -138,6 +157,7 @@ def with_gradient(
         scale = mean if scale is None else mean * scale
     wants_bias = call.for_bias and call.bias is not None
     loss = call.x.new_empty(call.x.shape[:1], dtype=torch.float32)
+    entropies = _Entropies(call, entropy)
     x, weight = call.x, call.weight
     chunks = divide(call, call.for_weight)
     grad_x = x.new_empty(x.shape if call.for_x else 0)
@@ -151,7 +171,8 @@ def with_gradient(
     places = call.target.clamp(0, weight.shape[0] - 1).long() if chunks.apart else call.target
     for part in _parts(call, chunks, scale):
         own, grad = loss[part.at], part.logits
-        launch(grad, part.target, call.class_weight, part.scale, own, grad, *options_of(call))
+        given = (grad, part.target, call.class_weight, part.scale, own, grad)
+        launch(*given, *options_of(call), *entropies.arguments(part.at))
         if call.for_x:
             torch.mm(grad, weight, out=grad_x[part.at])
         if wants_bias:
@@ -162,7 +183,7 @@ def with_gradient(
             grad.scatter_(1, place, 0)
         if call.for_weight:
             _add_product(sums, grad.t(), part.x, first=part.at.start == 0)
-        del own, grad, part  # the logits' memory, which what follows needs
+        del own, grad, part, given  # the logits' memory, which what follows needs
     if chunks.apart:
         if at_targets is None:
             add_targets(sums, x, places, of_targets, chunks.memory)
@@ -172,7 +193,8 @@ def with_gradient(
             at_targets(sums, x, places, of_targets, chunks.memory)
     if getattr(call, "weight_grad_dtype", None) is None:
         sums = sums.to(weight.dtype)
-    return loss.sum(), grad_x, sums, of_bias.to(weight.dtype)
+    found = (loss.sum(), grad_x, sums, of_bias.to(weight.dtype))
+    return (*found, entropies.found) if entropy else found
 
 
 def add_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int) -> None:

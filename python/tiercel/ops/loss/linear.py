@@ -34,8 +34,9 @@ def _ready(call: Call) -> Call:
     given = dict(call.__dict__)
     if call.class_weight is not None:
         given["class_weight"] = call.class_weight.float()
-    if call.scale is not None:
-        given["scale"] = call.scale.contiguous()
+    for name in ("scale", "entropy_scale"):
+        if getattr(call, name, None) is not None:
+            given[name] = given[name].contiguous()
     given["x"], given["weight"] = rows(call.x), rows(call.weight)
     return Call(**given)
 
@@ -72,12 +73,14 @@ def _load(device: int) -> None:
     _C.target_rows_load(device)
 
 
-def _sm90(gradient: bool) -> Python:
+def _sm90(gradient: bool, entropy: bool = False) -> Python:
+    launch = _C.cross_entropy_and_entropy if entropy else _C.cross_entropy
+
     def run(call: Call) -> Any:
         call = _ready(call)
         if gradient:
-            return with_gradient(call, _C.cross_entropy, _mean_scale, _at_targets)
-        return losses(call, _C.cross_entropy)
+            return with_gradient(call, launch, _mean_scale, _at_targets, entropy)
+        return losses(call, launch, entropy)
 
     def plan(call: Call) -> dict[str, Any]:
         """The kernel's plan says if it takes such rows."""
@@ -87,7 +90,11 @@ def _sm90(gradient: bool) -> Python:
         loss = call.x.new_empty(chunks.rows, dtype=torch.float32)
         target = call.target[: chunks.rows]
         own = (logits, target, None, None, loss, logits if gradient else None, *options_of(call))
-        plan = dict(_C.cross_entropy_plan(*own))
+        more = (loss, loss if gradient else None)
+        if entropy:
+            plan = dict(_C.cross_entropy_and_entropy_plan(*own, *more))
+        else:
+            plan = dict(_C.cross_entropy_plan(*own))
         kept = str(call.weight.dtype).removeprefix("torch.")
         if chunks.wide or chunks.apart:
             kept = "float32" if chunks.wide else f"{kept}, float32 at targets"
@@ -113,30 +120,42 @@ def _fill(
     scale: Tensor | None,
     loss: Tensor,
     grad: Tensor | None,
-    *options: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    entropy: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
 ) -> None:
+    options = (ignore_index, label_smoothing, z_loss, softcap)
     loss.copy_(ref.losses(logits, target, class_weight, scale, *options))
+    if entropy is not None:
+        entropy.copy_(ref.entropies(logits, target, ignore_index, softcap))
     if grad is not None:
-        grad.copy_(ref.gradient(logits, target, class_weight, scale, *options))
+        given = (logits, target, class_weight, scale, *options, entropy_scale)
+        grad.copy_(ref.gradient(*given))
 
 
-def _reference(call: Call) -> Tensor:
+def _reference(call: Call, entropy: bool = False) -> Any:
     """Differentiable, so that it cannot write to tensors that are there."""
     most = max(divide(call, False).rows, 1)
-    scale = call.scale
     parts = [
-        ref.linear_losses(
-            call.x[at : at + most],
-            call.weight,
-            call.target[at : at + most],
-            call.bias,
-            call.class_weight,
-            scale if scale is None or scale.shape[0] == 1 else scale[at : at + most],
-            *options_of(call),
-        )
+        _reference_part(call, slice(at, at + most), entropy)
         for at in range(0, max(call.x.shape[0], 1), most)
     ]
-    return torch.cat(parts)
+    found = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    return found if entropy else found[0]
+
+
+def _reference_part(call: Call, at: slice, entropy: bool) -> tuple[Tensor, ...]:
+    scale, target = call.scale, call.target[at]
+    if scale is not None and scale.shape[0] > 1:
+        scale = scale[at]
+    logits = torch.nn.functional.linear(call.x[at], call.weight, call.bias)
+    loss = ref.losses(logits, target, call.class_weight, scale, *options_of(call))
+    if not entropy:
+        return (loss,)
+    return loss, ref.entropies(logits, target, call.ignore_index, call.softcap)
 
 
 def _target_rule(call: Call) -> list[Index]:
@@ -148,48 +167,46 @@ def _target_rule(call: Call) -> list[Index]:
 _TENSORS = ("x", "weight", "target", "bias", "class_weight", "scale")
 
 
-def _save_arguments(ctx: Any, call: Call, loss: Tensor) -> None:
+def _save_arguments(ctx: Any, call: Call, results: Any) -> None:
     ctx.options, ctx.backend = (*options_of(call), call.accum_dtype), call.backend
     ctx.weight_grad_dtype = grad_dtype(call.weight)
     ctx.save_for_backward(*(getattr(call, name) for name in _TENSORS))
 
 
-def _from_arguments(ctx: Any, by: Tensor | None) -> dict[str, Tensor | None]:
-    """Makes the logits again, and their gradient with the gradients of the losses in it."""
+def _from_arguments(
+    ctx: Any, by: Tensor | None, by_entropy: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    """Makes the logits again, and their gradient with the gradients of the losses, and of the
+    entropies, in it."""
     if by is None:
-        return {}
+        if by_entropy is None:
+            return {}
+        by = torch.zeros_like(by_entropy)
     x, weight, target, bias, class_weight, scale = ctx.saved_tensors
     wanted = {name: ctx.wants[name] for name in ("x", "weight", "bias")}
     if scale is not None:
         by = by * scale
     if torch.is_grad_enabled():  # PyTorch can differentiate its own formula
         logits = torch.nn.functional.linear(x, weight, bias)
-        grad = ref.gradient(logits, target, class_weight, by, *ctx.options[:-1])
+        grad = ref.gradient(logits, target, class_weight, by, *ctx.options[:-1], by_entropy)
         return {
             "x": grad @ weight if wanted["x"] else None,
             "weight": grad.t() @ x if wanted["weight"] else None,
             "bias": grad.sum(0) if wanted["bias"] else None,
         }
-    _, *grads = _WITH_GRADIENT(
-        x,
-        weight,
-        target,
-        bias,
-        class_weight,
-        by,
-        *ctx.options,
-        False,
-        *wanted.values(),
-        ctx.weight_grad_dtype,
-        ctx.backend,
-    )
+    given = (x, weight, target, bias, class_weight, by, *ctx.options, False, *wanted.values())
+    if by_entropy is None:
+        _, *grads = _WITH_GRADIENT(*given, ctx.weight_grad_dtype, ctx.backend)
+    else:
+        more = (ctx.weight_grad_dtype, by_entropy, ctx.backend)
+        _, *grads, _ = _AND_ENTROPY_WITH_GRADIENT(*given, *more)
     return {name: grad if wanted[name] else None for name, grad in zip(wanted, grads, strict=True)}
 
 
 def _save_gradients(ctx: Any, call: Call, results: Any) -> None:
     ctx.backend = call.backend
     ctx.mark_non_differentiable(*results[1:])
-    ctx.save_for_backward(*results[1:])
+    ctx.save_for_backward(*results[1:4])
 
 
 def _from_gradients(ctx: Any, by: Tensor | None, *_: Any) -> dict[str, Tensor | None]:
@@ -227,6 +244,25 @@ _WITH_GRADIENT = Op(
     out=False,
 )
 
+_AND_ENTROPY = Op(
+    spec.LINEAR_AND_ENTROPY,
+    sm90=_sm90(False, entropy=True),
+    reference=lambda call: _reference(call, entropy=True),
+    method=_METHOD,
+    gradient=Gradient(_save_arguments, _from_arguments),
+    indices=_target_rule,
+    out=False,
+)
+_AND_ENTROPY_WITH_GRADIENT = Op(
+    spec.LINEAR_AND_ENTROPY_WITH_GRADIENT,
+    sm90=_sm90(True, entropy=True),
+    reference=lambda call: with_gradient(call, _fill, ref.mean_scale, entropy=True),
+    method=_METHOD,
+    gradient=Gradient(_save_gradients, _from_gradients),
+    indices=_target_rule,
+    out=False,
+)
+
 
 @_LOSSES.export
 def linear_cross_entropy(
@@ -243,9 +279,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     accum_dtype: torch.dtype | None = None,
+    return_entropy: bool = False,
     group: Any = None,
     backend: str | None = None,
-) -> Tensor:
+) -> Any:
     """The cross-entropy of ``x @ weight.T + bias``, without ever storing all logits.
 
     This is :func:`tiercel.cross_entropy` of a language model's output layer, whose logits are often
@@ -282,6 +319,8 @@ def linear_cross_entropy(
             None: float32 where the memory above suffices; otherwise the dtype of ``weight``, with
             only the targets' part in float32. ``torch.float32``: float32, with the memory of two
             weight gradients, or 1 GiB where that is smaller. It has no effect with a single chunk.
+        return_entropy: Whether to return the entropy of each row's distribution, too, from the same
+            pass over the logits. Not with ``label_smoothing`` or ``group``.
         group: A process group of :mod:`torch.distributed` whose ranks hold equal parts of the
             classes, in order. ``weight`` and ``bias`` are this rank's part; ``x`` and ``target``
             (which counts all classes) are the same on all ranks, and so are the loss and the
@@ -289,7 +328,10 @@ def linear_cross_entropy(
         backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
-        The loss, float32: a scalar, or ``[T]`` with ``reduction="none"``.
+        The loss, float32: a scalar, or ``[T]`` with ``reduction="none"``. With ``return_entropy``,
+        (loss, entropy): ``-sum(p log p)`` in nats of the softmax of each row's logits, after
+        ``softcap``; ``[T]`` float32, 0 in rows of ``ignore_index``. It is differentiable with
+        ``reduction="none"``; with a sum or mean it is a constant.
 
     Raises:
         TypeError: A dtype or type is not one of the above.
@@ -307,6 +349,10 @@ def linear_cross_entropy(
     x, weight, bias = under_autocast(x, weight, bias)
     class_weight, scale = constant(class_weight), constant(scale)
     if group is not None:
+        if return_entropy:
+            raise NotImplementedError(
+                "linear_cross_entropy: `return_entropy` is not supported with `group`"
+            )
         from tiercel.ops.loss.parallel import split_linear_cross_entropy
 
         return split_linear_cross_entropy(
@@ -333,13 +379,19 @@ def linear_cross_entropy(
         or not (torch.is_grad_enabled() and any(wanted))
         or torch._C._are_functorch_transforms_active()
     ):
-        loss: Tensor = _LOSSES(*given, *options, backend)
-        if reduction == "none":
-            return loss
-        total = loss.sum()
-        if reduction == "sum":
-            return total
-        return total * ref.mean_scale(target, class_weight, ignore_index)[0]
+        found = (_AND_ENTROPY if return_entropy else _LOSSES)(*given, *options, backend)
+        loss, entropy = found if return_entropy else (found, None)
+        if reduction != "none":
+            loss = loss.sum()
+            entropy = None if entropy is None else entropy.detach()
+        if reduction == "mean":
+            loss = loss * ref.mean_scale(target, class_weight, ignore_index)[0]
+        return (loss, entropy) if return_entropy else loss
     mean = reduction == "mean"
-    total, *_ = _WITH_GRADIENT(*given, *options, mean, *wanted, grad_dtype(weight), backend)
-    return total if x.shape[0] or not mean else total * torch.nan
+    arguments = (*given, *options, mean, *wanted, grad_dtype(weight))
+    if return_entropy:
+        loss, *_, entropy = _AND_ENTROPY_WITH_GRADIENT(*arguments, None, backend)
+    else:
+        loss, *_ = _WITH_GRADIENT(*arguments, backend)
+    loss = loss if x.shape[0] or not mean else loss * torch.nan
+    return (loss, entropy) if return_entropy else loss

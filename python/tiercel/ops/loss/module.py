@@ -65,7 +65,8 @@ class CrossEntropyLoss(torch.nn.Module):
 class LinearCrossEntropy(torch.nn.Module):
     """:func:`tiercel.linear_cross_entropy` as a module. The layer's weight is an argument of each
     call, because it belongs to the language model; ``class_weight`` is a buffer. ``group`` is a
-    process group whose ranks each hold a part of the classes, or None.
+    process group whose ranks each hold a part of the classes, or None. With ``return_entropy`` the
+    result is ``(loss, entropy)``.
 
     Shape:
         - Input: ``(T, H)``, the layer's weight ``(V, H)``, the targets ``(T)``.
@@ -84,6 +85,7 @@ class LinearCrossEntropy(torch.nn.Module):
         z_loss: float = 0.0,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = None,
+        return_entropy: bool = False,
         group: Any = None,
         backend: str | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class LinearCrossEntropy(torch.nn.Module):
         self.z_loss = z_loss
         self.softcap = softcap
         self.accum_dtype = accum_dtype
+        self.return_entropy = return_entropy
         self.group = group
         self.backend = backend
 
@@ -105,7 +108,7 @@ class LinearCrossEntropy(torch.nn.Module):
         target: Tensor,
         bias: Tensor | None = None,
         scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         return linear_cross_entropy(
             x,
             weight,
@@ -119,12 +122,15 @@ class LinearCrossEntropy(torch.nn.Module):
             z_loss=self.z_loss,
             softcap=self.softcap,
             accum_dtype=self.accum_dtype,
+            return_entropy=self.return_entropy,
             group=self.group,
             backend=self.backend,
         )
 
     def extra_repr(self) -> str:
-        return _options(self, **_USUAL, accum_dtype=None, group=None, backend=None)
+        return _options(
+            self, **_USUAL, accum_dtype=None, return_entropy=False, group=None, backend=None
+        )
 
 
 _USUAL = {

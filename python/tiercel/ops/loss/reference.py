@@ -64,6 +64,25 @@ def losses(
     return loss if scale is None else loss * scale
 
 
+def entropies(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, softcap: float | None = None
+) -> Tensor:
+    """The entropy of each row's distribution, ``[T]``; 0 for targets that are ignored."""
+    log_p = torch.log_softmax(_capped(logits, softcap), -1)
+    p = log_p.exp()
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+    return torch.where(target == ignore_index, 0.0, entropy)
+
+
+def _entropy_gradient(x: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of the entropy of each row of logits x."""
+    log_p = x - lse
+    p = log_p.exp()
+    none = p == 0
+    entropy = -torch.where(none, 0.0, p * log_p).sum(-1, keepdim=True)
+    return torch.where(none, 0.0, -p * (log_p + entropy))
+
+
 def gradient(
     logits: Tensor,
     target: Tensor,
@@ -73,8 +92,10 @@ def gradient(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    entropy_scale: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the sum of `losses`, of the shape and dtype of `logits`."""
+    """The gradient of the sum of `losses`, of the shape and dtype of `logits`; and of the sum of
+    `entropies` times `entropy_scale`, where that is given."""
     x = _capped(logits, softcap)
     count = x.shape[1]
     place, inside = _classes(target, count)
@@ -91,10 +112,14 @@ def gradient(
     if label_smoothing:
         grad = grad - (smooth if weight is None else smooth * _wide(weight))
     grad = grad - torch.zeros_like(grad).scatter(1, place[:, None], hit)
-    if softcap is not None:
-        grad = grad * (1 - (x / softcap).square())
+    slope = None if softcap is None else 1 - (x / softcap).square()
+    if slope is not None:
+        grad = grad * slope
     if scale is not None:
         grad = grad * scale[:, None]
+    if entropy_scale is not None:
+        more = entropy_scale[:, None] * _entropy_gradient(x, lse)
+        grad = grad + (more if slope is None else more * slope)
     return torch.where(ignored[:, None], 0.0, grad).to(logits.dtype)
 
 
@@ -152,9 +177,14 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
+    return_entropy: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """Reference of :func:`tiercel.linear_cross_entropy`, on any device, with the options of
     `cross_entropy`; float64 stays float64. It holds all logits."""
     logits = torch.nn.functional.linear(x, weight, bias)
-    return cross_entropy(logits, target, class_weight, **options)
+    loss = cross_entropy(logits, target, class_weight, **options)
+    if not return_entropy:
+        return loss
+    entropy = entropies(logits, target, options.get("ignore_index", -100), options.get("softcap"))
+    return loss, entropy if options.get("reduction") == "none" else entropy.detach()

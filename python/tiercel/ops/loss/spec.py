@@ -20,6 +20,15 @@ def _check_linear(call: Call) -> None:
     _check_options("linear_cross_entropy", call.x.shape[0], call)
 
 
+def _check_entropy(call: Call) -> None:
+    _check_linear(call)
+    if call.label_smoothing:
+        raise ValueError(
+            "linear_cross_entropy: `label_smoothing` must be 0 with `return_entropy`, "
+            f"got {call.label_smoothing}"
+        )
+
+
 def _check_options(op: str, rows: int, call: Call) -> None:
     scale = call.scale
     if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
@@ -135,4 +144,25 @@ LINEAR_WITH_GRADIENT = LINEAR.changed(
         *(_gradient(name) for name in ("x", "weight", "bias")),
     ],
     gradient_of="linear_cross_entropy",
+)
+
+_ENTROPY = Tensor("entropy", "T", "float32", rtol=2**-8, atol=2**-5)
+
+# The entropies of the rows' distributions, too.
+LINEAR_AND_ENTROPY = LINEAR.changed(
+    name="linear_cross_entropy_and_entropy",
+    results=[*LINEAR.results, _ENTROPY],
+    check=_check_entropy,
+    gradient_of="linear_cross_entropy",
+)
+
+# `entropy_scale` is the gradient of the entropies.
+LINEAR_AND_ENTROPY_WITH_GRADIENT = LINEAR_WITH_GRADIENT.changed(
+    name="linear_cross_entropy_and_entropy_with_gradient",
+    arguments=(
+        *LINEAR_WITH_GRADIENT.arguments,
+        Tensor("entropy_scale", "T", "float32", strided=True, optional=True),
+    ),
+    results=[*LINEAR_WITH_GRADIENT.results, _ENTROPY],
+    check=_check_entropy,
 )

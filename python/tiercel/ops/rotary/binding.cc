@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/rotary/kv_cache_write.h"
+#include "kernels/rotary/qk_norm_rope_backward.h"
 #include "kernels/rotary/qk_norm_rope_cache.h"
 #include "kernels/rotary/rotary_embedding.h"
 #include "kernels/rotary/rotary_kernels.h"
@@ -48,19 +49,19 @@ constexpr PlanDict<KvCachePlan> kKvCachePlan{"KvCachePlan", kKvCachePlanFields};
 
 using Fused = QkNormRopeCacheCall;
 constexpr Field<Fused> kFusedFields[] = {
-    OfStream(Tensor<&Fused::q>("q")),
+    OfStream(Tensor<&Fused::heads, &QkHeads::q>("q")),
     Tensor<&Fused::kv, &KvCacheCall::key>("k"),
     Tensor<&Fused::kv, &KvCacheCall::value>("v"),
     Tensor<&Fused::q_out>("q_out"),
     Tensor<&Fused::kv, &KvCacheCall::key_cache>("key_cache"),
     Tensor<&Fused::kv, &KvCacheCall::value_cache>("value_cache"),
     Tensor<&Fused::kv, &KvCacheCall::slots>("slots"),
-    Tensor<&Fused::positions>("positions"),
-    Tensor<&Fused::angles>("cos_sin_cache"),
-    Optional<&Fused::q_weight>("q_weight"),
-    Optional<&Fused::k_weight>("k_weight"),
-    Value<&Fused::eps>("eps"),
-    Value<&Fused::interleaved>("interleaved"),
+    Tensor<&Fused::heads, &QkHeads::positions>("positions"),
+    Tensor<&Fused::heads, &QkHeads::angles>("cos_sin_cache"),
+    Optional<&Fused::heads, &QkHeads::q_weight>("q_weight"),
+    Optional<&Fused::heads, &QkHeads::k_weight>("k_weight"),
+    Value<&Fused::heads, &QkHeads::eps>("eps"),
+    Value<&Fused::heads, &QkHeads::interleaved>("interleaved"),
     Optional<&Fused::q_scale>("q_scale"),
     Optional<&Fused::kv, &KvCacheCall::key_scale>("key_scale"),
     Optional<&Fused::kv, &KvCacheCall::value_scale>("value_scale"),
@@ -74,6 +75,51 @@ constexpr PlanField<QkNormRopeCachePlan> kFusedPlanFields[] = {
     Entry<&QkNormRopeCachePlan::block>("block"),
 };
 constexpr PlanDict<QkNormRopeCachePlan> kFusedPlan{"QkNormRopeCachePlan", kFusedPlanFields};
+
+using Plain = QkNormRopeCall;
+constexpr Field<Plain> kPlainFields[] = {
+    OfStream(Tensor<&Plain::heads, &QkHeads::q>("q")),
+    Tensor<&Plain::heads, &QkHeads::k>("k"),
+    Tensor<&Plain::heads, &QkHeads::positions>("positions"),
+    Tensor<&Plain::heads, &QkHeads::angles>("cos_sin_cache"),
+    Optional<&Plain::heads, &QkHeads::q_weight>("q_weight"),
+    Optional<&Plain::heads, &QkHeads::k_weight>("k_weight"),
+    Value<&Plain::heads, &QkHeads::eps>("eps"),
+    Value<&Plain::heads, &QkHeads::interleaved>("interleaved"),
+    Tensor<&Plain::q_out>("q_out"),
+    Tensor<&Plain::k_out>("k_out"),
+};
+constexpr Parameters<Plain> kPlain{"qk_norm_rope", kPlainFields};
+
+using Backward = QkNormRopeBackwardCall;
+constexpr Field<Backward> kBackwardFields[] = {
+    OfStream(Tensor<&Backward::heads, &QkHeads::q>("q")),
+    Tensor<&Backward::heads, &QkHeads::k>("k"),
+    Tensor<&Backward::grad_q_out>("grad_q_out"),
+    Tensor<&Backward::grad_k_out>("grad_k_out"),
+    Tensor<&Backward::heads, &QkHeads::positions>("positions"),
+    Tensor<&Backward::heads, &QkHeads::angles>("cos_sin_cache"),
+    Optional<&Backward::heads, &QkHeads::q_weight>("q_weight"),
+    Optional<&Backward::heads, &QkHeads::k_weight>("k_weight"),
+    Value<&Backward::heads, &QkHeads::eps>("eps"),
+    Value<&Backward::heads, &QkHeads::interleaved>("interleaved"),
+    Tensor<&Backward::grad_q>("grad_q"),
+    Tensor<&Backward::grad_k>("grad_k"),
+    Optional<&Backward::grad_q_weight>("grad_q_weight"),
+    Optional<&Backward::grad_k_weight>("grad_k_weight"),
+    Optional<&Backward::workspace>("workspace"),
+};
+constexpr Parameters<Backward> kBackward{"qk_norm_rope_backward", kBackwardFields};
+
+constexpr PlanField<QkNormRopeBackwardPlan> kBackwardPlanFields[] = {
+    Entry<&QkNormRopeBackwardPlan::kernel>("kernel"),
+    Entry<&QkNormRopeBackwardPlan::lanes>("lanes"),
+    Entry<&QkNormRopeBackwardPlan::grid>("grid"),
+    Entry<&QkNormRopeBackwardPlan::block>("block"),
+    Entry<&QkNormRopeBackwardPlan::parts>("parts"),
+};
+constexpr PlanDict<QkNormRopeBackwardPlan> kBackwardPlan{"QkNormRopeBackwardPlan",
+                                                         kBackwardPlanFields};
 
 constexpr Function kFunctions[] = {
     LaunchOf<kRotary, rotary_embedding>(
@@ -90,6 +136,15 @@ constexpr Function kFunctions[] = {
         "Launches the kernel on the current stream; fills `q_out`, writes to both caches."),
     PlanOf<kFused, qk_norm_rope_cache_plan, kFusedPlan>("qk_norm_rope_cache_plan"),
     LoadOf<qk_norm_rope_cache_kernels>("qk_norm_rope_cache_load"),
+    LaunchOf<kPlain, qk_norm_rope>(
+        "qk_norm_rope", "Launches the kernel on the current stream; fills `q_out` and `k_out`."),
+    PlanOf<kPlain, qk_norm_rope_plan, kFusedPlan>("qk_norm_rope_plan"),
+    LaunchOf<kBackward, qk_norm_rope_backward>(
+        "qk_norm_rope_backward",
+        "Launches one kernel or two on the current stream; fills the gradients and `workspace`, "
+        "[parts of the plan, D] float32, which a weight's gradient needs."),
+    PlanOf<kBackward, qk_norm_rope_backward_plan, kBackwardPlan>("qk_norm_rope_backward_plan"),
+    LoadOf<qk_norm_rope_backward_kernels, qk_weight_grad_kernels>("qk_norm_rope_backward_load"),
 };
 const Family kFamily(kFunctions);
 

@@ -9,7 +9,7 @@ from typing import Any
 from tiercel.workbench.bench.launch import Launch, WrongResult
 from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
-_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _ROWS = 32768  # positions
 _BLOCK = 16
 
@@ -21,7 +21,7 @@ def _positive(params: Mapping[str, Any], names: str) -> str | None:
     return None
 
 
-def _invalid_rotary(params: Mapping[str, Any]) -> str | None:
+def invalid_rotary(params: Mapping[str, Any]) -> str | None:
     if params["style"] not in ("neox", "interleaved"):
         return "`style` must be neox or interleaved"
     return _positive(params, "THGDR")
@@ -33,7 +33,7 @@ def _random(generator: Any, *shape: int) -> Any:
     return torch.randn(shape, device=generator.device, generator=generator)
 
 
-def _make_rotary(case: Any, device: str, seed: int) -> Inputs:
+def make_rotary(case: Any, device: str, seed: int) -> Inputs:
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -58,7 +58,7 @@ def _out_rotary(case: Any, inputs: Inputs) -> Any:
 
 def _bytes_rotary(case: Any) -> int:
     tokens, heads, kv_heads, size, rotated = (case[name] for name in "THGDR")
-    return int(tokens * (2 * (heads + kv_heads) * size + rotated) * _ELEMENT[case.dtype])
+    return int(tokens * (2 * (heads + kv_heads) * size + rotated) * ELEMENT[case.dtype])
 
 
 def rotated(positions: Any, q: Any, k: Any, cache: Any, interleaved: bool) -> Any:
@@ -127,7 +127,7 @@ def _call_kv(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]
 def _bytes_kv(case: Any) -> int:
     stored = case.dtype if case["cache"] == "same" else case["cache"]
     elements = 2 * int(case["T"] * case["G"] * case["D"])
-    return elements * (_ELEMENT[case.dtype] + _ELEMENT[stored]) + 8 * int(case["T"])
+    return elements * (ELEMENT[case.dtype] + ELEMENT[stored]) + 8 * int(case["T"])
 
 
 def _reference_kv(case: Any, inputs: Inputs) -> Any:
@@ -145,7 +145,7 @@ def _check_kv(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Er
 
 
 def _make_fused(case: Any, device: str, seed: int) -> Inputs:
-    rotary, kv = _make_rotary(case, device, seed), _make_kv(case, device, seed + 1)
+    rotary, kv = make_rotary(case, device, seed), _make_kv(case, device, seed + 1)
     q = rotary["q"]
     return {
         "q": q,
@@ -166,8 +166,8 @@ def _bytes_fused(case: Any) -> int:
     stored = case.dtype if case["cache"] == "same" else case["cache"]
     tokens, heads, kv_heads, size, rotated = (case[name] for name in "THGDR")
     elements = int(tokens * (heads + 2 * kv_heads) * size)
-    rest = int(tokens * (rotated * _ELEMENT[case.dtype] + 16))
-    return elements * (_ELEMENT[case.dtype] + _ELEMENT[stored]) + rest
+    rest = int(tokens * (rotated * ELEMENT[case.dtype] + 16))
+    return elements * (ELEMENT[case.dtype] + ELEMENT[stored]) + rest
 
 
 def _reference_fused(case: Any, inputs: Inputs) -> Any:
@@ -199,8 +199,8 @@ BENCHES = [
         family="rotary",
         op="rotary_embedding",
         params={"T": None, "H": 32, "G": 8, "D": 128, "R": 128, "style": "neox"},
-        invalid=_invalid_rotary,
-        make=_make_rotary,
+        invalid=invalid_rotary,
+        make=make_rotary,
         call=_call_rotary,
         out=_out_rotary,
         bytes_moved=_bytes_rotary,
@@ -223,7 +223,7 @@ BENCHES = [
         family="rotary",
         op="qk_norm_rope_cache",
         params={"T": None, "H": 32, "G": 8, "D": 128, "R": 128, "style": "neox", "cache": "same"},
-        invalid=lambda params: _invalid_rotary(params) or _invalid_kv(params),
+        invalid=lambda params: invalid_rotary(params) or _invalid_kv(params),
         make=_make_fused,
         call=_call_rotary,
         out=lambda case, inputs: None,

@@ -218,4 +218,34 @@ QK_NORM_ROPE_CACHE = Contract.of(
     mutates=("q_out", "key_cache", "value_cache"),
 )
 
-CONTRACTS = (ROTARY_EMBEDDING, KV_CACHE_WRITE, QK_NORM_ROPE_CACHE)
+
+def _make_norm_rope(case: Case, device: str, seed: int) -> dict[str, Any]:
+    made = _make_fused(replace(case, sizes=case.sizes | {"blocks": 1, "places": 1}), device, seed)
+    return {each.name: made[each.name] for each in spec.QK_NORM_ROPE.arguments}
+
+
+def _norm_rope_case(*sizes: Any, **options: bool) -> Case:
+    case = _fused_case(*sizes, **options)
+    kept = {name: case.sizes[name] for name in ("T", "H", "Hk", "D", "R", "P")}
+    return replace(case, sizes=kept)
+
+
+QK_NORM_ROPE = Contract.of(
+    "rotary",
+    spec.QK_NORM_ROPE,
+    cases=(
+        _norm_rope_case(1, (1, 1), 16, 16, "bfloat16"),
+        _norm_rope_case(33, (8, 2), 128, 128, "bfloat16"),
+        _norm_rope_case(20, (4, 3), 64, 32, "float16", "strided", interleaved=True),
+        _norm_rope_case(17, (6, 2), 80, 16, "bfloat16", normed=False),
+        _norm_rope_case(5, (2, 1), 20, 10, "float16"),
+        _norm_rope_case(0, (4, 2), 64, 64, "bfloat16"),
+    ),
+    timing={
+        "cpu": _norm_rope_case(64, (8, 2), 128, 128, "bfloat16"),
+        "cuda": _norm_rope_case(4096, (32, 8), 128, 128, "bfloat16"),
+    },
+    make=_make_norm_rope,
+)
+
+CONTRACTS = (ROTARY_EMBEDDING, KV_CACHE_WRITE, QK_NORM_ROPE_CACHE, QK_NORM_ROPE)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tiercel import _C
@@ -35,8 +34,7 @@ def _save(ctx: Any, call: Call, results: Any) -> None:
 def _gradients(ctx: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
     """The gradients turned back: by the same angles, with the signs of the sines changed."""
     positions, cache = ctx.saved_tensors
-    half = cache.shape[1] // 2
-    back = torch.cat([cache[:, :half], -cache[:, half:]], dim=1)
+    back = ref.turned_back(cache)
     given = [grad for grad in grads if grad is not None]
     if not given:
         return {}
@@ -251,8 +249,8 @@ def qk_norm_rope_cache(
     ``q_out``, keys and values to a paged cache as by :func:`tiercel.kv_cache_write`. Arithmetic is
     float32 from the first step to the last, and results are rounded once.
 
-    There is no derivative: it is for inference. Works under torch.compile and in CUDA graphs; it
-    never synchronises.
+    There is no derivative: it is for inference; :func:`tiercel.qk_norm_rope` has one. Works under
+    torch.compile and in CUDA graphs; it never synchronises.
 
     Args:
         q: ``[T, H, D]`` bfloat16 or float16. The precompiled kernels take D that is a multiple of 8

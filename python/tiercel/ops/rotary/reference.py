@@ -41,6 +41,12 @@ def turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Te
     return torch.cat([both.to(x.dtype), x[..., rotated:]], dim=-1)
 
 
+def turned_back(cache: Tensor) -> Tensor:
+    """The cosines and sines of the opposite angles."""
+    half = cache.shape[1] // 2
+    return torch.cat([cache[:, :half], -cache[:, half:]], dim=1)
+
+
 def kv_cache_write(
     key: Tensor,
     value: Tensor,
@@ -112,3 +118,60 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return wide
     return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.qk_norm_rope`; float64 stays float64."""
+    q_out, k_out = (
+        _turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved).to(x.dtype)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return q_out, k_out
+
+
+def qk_norm_rope_backward(
+    q: Tensor,
+    k: Tensor,
+    grad_q_out: Tensor,
+    grad_k_out: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    for_q_weight: bool = True,
+    for_k_weight: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `qk_norm_rope`; those of weights that are not wanted are empty."""
+    back = turned_back(cos_sin_cache)
+    of_heads, of_weights = [], []
+    for x, grad, weight, wanted in (
+        (q, grad_q_out, q_weight, for_q_weight),
+        (k, grad_k_out, k_weight, for_k_weight),
+    ):
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        turned = _turned(grad.to(wide), positions, back, interleaved)
+        of_weight = x.new_empty(0) if weight is None else weight.new_empty(0)
+        if weight is not None:
+            factor = torch.rsqrt(x.to(wide).square().mean(dim=-1, keepdim=True) + eps)
+            normed = x.to(wide) * factor
+            if wanted:
+                of_weight = (turned * normed).sum(dim=(0, 1)).to(weight.dtype)
+            turned = turned * weight.to(wide)
+            mean = (turned * normed).mean(dim=-1, keepdim=True)
+            turned = factor * (turned - normed * mean)
+        of_heads.append(turned.to(x.dtype))
+        of_weights.append(of_weight)
+    return *of_heads, *of_weights  # type: ignore[return-value]

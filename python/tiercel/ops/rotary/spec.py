@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of rotary_embedding, kv_cache_write and qk_norm_rope_cache."""
+"""The declarations of rotary_embedding, kv_cache_write, qk_norm_rope_cache and qk_norm_rope."""
 
 from __future__ import annotations
 
@@ -134,4 +134,44 @@ QK_NORM_ROPE_CACHE = Spec(
     check=_check_fused,
     limits="D a multiple of 8 up to 512, R a multiple of 16, 16-byte aligned strides",
     numerics=Numerics(4e-6, of="terms", sums="float32: over a head, lanes in a fixed order"),
+)
+
+QK_NORM_ROPE = Spec(
+    "qk_norm_rope",
+    Tensor("q", "T H D", HALVES, strided=True),
+    Tensor("k", "T Hk D", "q", strided=True),
+    Tensor("positions", "T", INDICES),
+    Tensor("cos_sin_cache", "P R", ("float32", "q")),
+    Tensor("q_weight", "D", _WEIGHT, optional=True),
+    Tensor("k_weight", "D", _WEIGHT, optional=True),
+    Float("eps", 1e-6, at_least=0),
+    Bool("interleaved", False),
+    # The results' rounding to bfloat16, 2**-9.
+    results=[
+        Tensor("q_out", "T H D", "q", strided=True, rtol=4e-3, atol=1e-5),
+        Tensor("k_out", "T Hk D", "q", strided=True, rtol=4e-3, atol=1e-5),
+    ],
+    check=partial(_check_rotary, "qk_norm_rope"),
+    limits=QK_NORM_ROPE_CACHE.limits,
+    numerics=QK_NORM_ROPE_CACHE.numerics,
+)
+
+# Gradients of weights that are not wanted are empty.
+QK_NORM_ROPE_BACKWARD = Spec(
+    "qk_norm_rope_backward",
+    *QK_NORM_ROPE.arguments[:2],
+    Tensor("grad_q_out", "T H D", "q", strided=True),
+    Tensor("grad_k_out", "T Hk D", "q", strided=True),
+    *QK_NORM_ROPE.arguments[2:],
+    Bool("for_q_weight", True),
+    Bool("for_k_weight", True),
+    results=[
+        Tensor("grad_q", "T H D", "q"),
+        Tensor("grad_k", "T Hk D", "q"),
+        Tensor("grad_q_weight", "D", "q_weight"),
+        Tensor("grad_k_weight", "D", "k_weight"),
+    ],
+    check=partial(_check_rotary, "qk_norm_rope_backward"),
+    limits=QK_NORM_ROPE.limits,
+    gradient_of="qk_norm_rope",
 )

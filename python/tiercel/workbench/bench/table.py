@@ -28,6 +28,8 @@ def result_line(record: Record) -> str:
         words.append(f"{record['tflops']:7.1f} TFLOP/s")
     if record["limit_frac"] is not None:
         words.append(f"{record['limit_frac']:4.0%} of limit")
+    if "peak_mib" in record:
+        words.append(f"peak {record['peak_mib']:.0f} MiB")
     if record["rel_err"] is not None:
         words.append(f"error {record['rel_err']:.0e}")
     if record["ratio"] is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import time
 
@@ -83,9 +84,16 @@ def _case(phase: str, text: str) -> run.Case:
     return run.Case(phase, int(batch), int(tokens))
 
 
+# Of Liger: "0" leaves its experts' kernels one configuration each. With a choice it compiles and
+# times 240 of them at the first call, for minutes.
+_LIGER_TUNES = "LIGER_FUSED_MOE_AUTOTUNE"
+
+
 def repeat(args: argparse.Namespace) -> str:
     """The command that repeats the run, without the places of files."""
-    words = ["tiercel", "bench", "model", *args.names]
+    tunes = os.environ.get(_LIGER_TUNES)
+    words = [] if tunes is None else [f"{_LIGER_TUNES}={shlex.quote(tunes)}"]
+    words += ["tiercel", "bench", "model", *args.names]
     if args.layers:
         words += ["--layers", str(args.layers)]
     for change in args.set:
