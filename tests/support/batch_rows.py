@@ -323,15 +323,21 @@ def _quantized_experts(w, tiles):
 
 
 @case("w4_moe")
-def w4_moe(source):
+@case("w4_moe", "float8", float8=True)
+def w4_moe(source, float8=False):
     x, weights, ids, up, down = _routed(source)
     halves = []
     for experts, rows, columns in (up.shape, down.shape):
         codes = source.whole(256, experts, rows, columns // 2, dtype=torch.uint8)
         halves += [codes, source.whole(4, experts, rows, columns // 32, dtype=torch.uint8) + 121]
 
+    x_scale = None
+    if float8:
+        x, x_scale = tiercel.fp8_quantize(x)
+
     def run(rows):
-        return (tiercel.w4_moe(x[rows], *halves, weights[rows], ids[rows]),)
+        scale = None if x_scale is None else x_scale[rows]
+        return (tiercel.w4_moe(x[rows], *halves, weights[rows], ids[rows], x_scale=scale),)
 
     return Rows(len(x), run)
 

@@ -199,8 +199,8 @@ def w4_moe(
 
     With ``x_scale``, activations are float8 and products run at the tensor cores' float8 rate:
     ``x`` as :func:`tiercel.fp8_quantize` makes it, and what is between the halves quantised by row
-    in a launch of its own, with the largest magnitude of a row as 448. This pays with many tokens;
-    with few, weights decide the time.
+    in a launch of its own, with the largest magnitude of a row as 448. This is meant for many
+    tokens; with few, the weights' bytes decide the time.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
