@@ -188,7 +188,7 @@ def test_float8_activations(layout):
         for choice, e in enumerate(experts):
             inner = gate(up.product(rows[token], e)[0], "silu", False, 1.0, 0.0).bfloat16()
             values, scale = tiercel.fp8_quantize(inner[None])
-            inner = values[0].double() * scale.double()
+            inner = (values.double() * scale.double())[0]
             due[token] += down.product(inner, e)[0] * named["topk_weights"][token, choice].double()
     torch.testing.assert_close(got.double(), due, rtol=1e-2, atol=1e-2)
     # One scale of all rows is as good as one for each.

@@ -156,7 +156,7 @@ def test_bad_float8_arguments(make):
     with pytest.raises(TypeError, match="`x` must have dtype bfloat16 or float16"):
         float8(make, x_scale=None)
     with pytest.raises(TypeError, match="`x_scale` must have dtype float32"):
-        float8(make, x_scale=make(64, 1))
+        float8(make, x_scale=make(64, 1, dtype="bfloat16"))
     text = r"`x_scale` must have one element or one for each row of `x`, 64, got shape \[63\]"
     with pytest.raises(ValueError, match=text):
         float8(make, x_scale=make(63, dtype="float32"))
