@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of e4m3 activations with 4-bit weights decoded in registers, for a thread block's ring of
-// stages: w4_float8.cu has the plan.
+// Products of e4m3 activations with 4-bit weights decoded in registers, for a thread block's ring
+// of stages: w4_float8.cu has the plan.
 #ifndef KERNELS_GEMV_W4_FLOAT8_MULTIPLY_CUH_
 #define KERNELS_GEMV_W4_FLOAT8_MULTIPLY_CUH_
 
@@ -90,10 +90,10 @@ template <bool kFloats, int kGroup, int kStages, int kStageBytes, bool kHold, in
           typename Begin, typename Arrived>
 __device__ __forceinline__ void multiply_float8(float (&sums)[kSums], const W4Scales& all,
                                                 bool float16_scales, int k, const Float8Rows& rows,
-                                                int first, int last, int my_row,
-                                                const char* shared, const uint8_t* tables,
-                                                uint64_t* filled, uint64_t* freed,
-                                                const Begin& begin, const Arrived& arrived) {
+                                                int first, int last, int my_row, const char* shared,
+                                                const uint8_t* tables, uint64_t* filled,
+                                                uint64_t* freed, const Begin& begin,
+                                                const Arrived& arrived) {
   using Scales = Float8RowScales<kFloats, kGroup>;
   constexpr int kTokens = 2 * kSums;
   constexpr int kXBytes = kTokens * kFloat8Step;
@@ -165,8 +165,7 @@ __device__ __forceinline__ void multiply_float8(float (&sums)[kSums], const W4Sc
       } else {
         if (chunk % kPerGroup == 0) {
           const uint32_t bits_of_zero = step_bits[half][chunk / kPerGroup] >> 16;
-          const int zero =
-              all.zero == nullptr ? 8 : zero_point_index(bits_of_zero, float16_scales);
+          const int zero = all.zero == nullptr ? 8 : zero_point_index(bits_of_zero, float16_scales);
           numbers[half] = reinterpret_cast<const uint4*>(tables)[zero];
         }
         look_up(to[half], to[half + 2], word, numbers[half]);
@@ -215,8 +214,7 @@ __device__ __forceinline__ void multiply_float8(float (&sums)[kSums], const W4Sc
       if constexpr (!kFloats) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          scales[half] =
-              wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, float16_scales);
+          scales[half] = wide_half(step_bits[half][chunk / kPerGroup] & 0xffff, float16_scales);
         }
       }
       if (chunk == kChunks - 2) {

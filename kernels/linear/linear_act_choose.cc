@@ -64,7 +64,9 @@ int64_t element_bytes(const LinearProblem& p) { return p.dtype == DType::kFloat8
 int64_t k_tiles_of(const LinearProblem& p) { return ceil_div(p.k * element_bytes(p), kRowBytes); }
 
 // Rows of w per column of the result.
-int64_t parts(LinearKind kind) { return kind == LinearKind::kGated ? 2 : 1; }
+int64_t parts(LinearKind kind) {
+  return kind == LinearKind::kGated || kind == LinearKind::kGatedBlocks ? 2 : 1;
+}
 
 double dram_time(const LinearProblem& p) {
   const double m = static_cast<double>(p.m), k = static_cast<double>(p.k);
@@ -87,10 +89,10 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double rounds = static_cast<double>(ceil_div(tiles, clusters));
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
-  const double scaling = p.kind != LinearKind::kBlocks ? 1.0
-                         : v.tile_n > 192              ? kScaledWideTile
-                         : v.tile_n > 128              ? kScaledMiddle
-                                                       : kScaledTile;
+  const double scaling = !has_block_scales(p.kind) ? 1.0
+                         : v.tile_n > 192          ? kScaledWideTile
+                         : v.tile_n > 128          ? kScaledMiddle
+                                                   : kScaledTile;
   const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
   const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
@@ -148,7 +150,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
     const double block_load = steps * kRowBytes * v.tile_n / kSmBytes;
     const double busiest = std::ceil(blocks / sm_count);
     double multiply = busiest * steps * step_cycles / kCycles;
-    if (p.kind == LinearKind::kBlocks) {
+    if (has_block_scales(p.kind)) {
       multiply = std::max(multiply, std::ceil(busiest / per_sm) * steps * scaled_cycles / kCycles);
     }
     const double wait = (waves - 1.0) * kNextBlock / per_sm +
@@ -199,7 +201,7 @@ double whole_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
 bool serves(const LinearActVariant& v, const LinearProblem& p) {
   const bool kind = v.kind == p.kind ||
                     (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
-  const bool activation = v.kind == LinearKind::kBlocks || v.activation == p.activation;
+  const bool activation = has_block_scales(v.kind) || v.activation == p.activation;
   return kind && v.dtype == p.dtype && activation;
 }
 

@@ -73,10 +73,9 @@ Status check_float8(const char* op, const W4MoeCall& call, const Argument& x) {
   int64_t count = 1;
   for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
   if (count == 1 || count == x.view.shape[0]) return Status();
-  return Status::InvalidArgument(
-      mismatch(scale, "have one element or one for each row of `x`, " +
-                          std::to_string(x.view.shape[0]),
-               "shape " + shape_text(scale.view.shape, scale.view.ndim)));
+  return Status::InvalidArgument(mismatch(
+      scale, "have one element or one for each row of `x`, " + std::to_string(x.view.shape[0]),
+      "shape " + shape_text(scale.view.shape, scale.view.ndim)));
 }
 
 // `half`: the dtype of int4's scales and zero points.
@@ -227,7 +226,8 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(ids_arg, x_arg));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(out_arg, x_arg));
   W4MoeArgs& args = launch->args.moe;
-  TIERCEL_RETURN_IF_ERROR(check_weight_scale(op, call, x_arg, half, experts, rows, k, &args.scales));
+  TIERCEL_RETURN_IF_ERROR(
+      check_weight_scale(op, call, x_arg, half, experts, rows, k, &args.scales));
   if (call.global_scale != nullptr) {
     const Argument global{op, "global_scale", *call.global_scale};
     TIERCEL_RETURN_IF_ERROR(check_dtype(global, {DType::kFloat32}));

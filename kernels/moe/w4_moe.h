@@ -55,10 +55,10 @@ struct W4MoeCall {
 };
 
 // x [T, K] bfloat16 or, unless the format is MXFP4, float16; or, unless it is NVFP4, e4m3 with
-// x_scale, float32, of one element or of one for each row, and bfloat16 for all that is otherwise of
-// x's dtype; weight [E, N, K / 2], scale [E, N, K /
-// group], zero_point likewise, global_scale [E], bias [E, N]: as those of w4_linear, one for each
-// expert, all contiguous; ids [T, k] int32 or int64; K and N multiples of 64.
+// x_scale, float32, of one element or of one for each row, and bfloat16 for all that is otherwise
+// of x's dtype; weight [E, N, K / 2], scale [E, N, K / group], zero_point likewise, global_scale
+// [E], bias [E, N]: as those of w4_linear, one for each expert, all contiguous; ids [T, k] int32 or
+// int64; K and N multiples of 64.
 //
 // `up`: out [T * k, I], N = 2 * I or, without a gate, I. Rows of the weight are those of the gates,
 // then those that they are for; or both in turn if `interleaved`. Up to `limit`, gates are used

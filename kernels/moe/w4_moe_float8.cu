@@ -5,7 +5,8 @@
 // (kernels/gemv/w4_float8.cu): rows of the weight are the product's rows, decoded in registers as
 // the A operand of wgmma, tokens are its columns. A thread block multiplies a block of the routing
 // with a tile of 128 rows of its expert, for all of K.
-//  - Two warpgroups multiply 64 rows each. The other warps fill the ring: one box of weights by TMA,
+//  - Two warpgroups multiply 64 rows each. The other warps fill the ring: one box of weights by
+//  TMA,
 //    and rows of x gathered by cp.async, which need a fence before wgmma reads them.
 //  - The warps that multiply read the weights' scales from memory, a step ahead.
 //  - A token's scale multiplies its sums at last: it is that of the row of x that the token has.
@@ -153,8 +154,8 @@ __global__ void __launch_bounds__(w4_moe_float8_threads(kTogether), kTogether)
   }
   float sums[kTokens / 2];
   multiply_float8<kFloats, kGroup, kStages, kStageBytes, kHold>(
-      sums, scales, false, args.k, rows, 0, args.steps, my_row, shared, tables, filled, freed, [] {},
-      [] { copies_fence(); });
+      sums, scales, false, args.k, rows, 0, args.steps, my_row, shared, tables, filled, freed,
+      [] {}, [] { copies_fence(); });
   if constexpr (kFloats) scale_by_largest(sums, rows.largest);
   consumers_sync<kConsumers>();  // every stage was read, and x_scales is written
   float* const results = reinterpret_cast<float*>(shared);

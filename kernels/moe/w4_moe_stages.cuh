@@ -281,7 +281,7 @@ struct GatheredRows {
 
   // Requests a step's values for the stage that begins so many bytes behind the first.
   __device__ __forceinline__ void copy(const W4MoeArgs& args, int stage_begin, int step) const {
-    constexpr int kValues = kW4MoeStep / kChunks;                  // of a chunk
+    constexpr int kValues = kW4MoeStep / kChunks;                    // of a chunk
     const bool real = step * kW4MoeStep + chunk * kValues < args.k;  // zeros behind the end of K
     const uint32_t to = place + stage_begin;
 #pragma unroll
