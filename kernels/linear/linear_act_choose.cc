@@ -129,7 +129,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // Shared memory delivers 128 bytes per cycle to the tensor cores and receives the loads.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
-  const double scaled_cycles = kScaledCycles + kScaledRow * v.tile_m;
+  const double scaled_cycles = (kScaledCycles + kScaledRow * v.tile_m) * v.tile_n / 64.0;
   double best = std::numeric_limits<double>::infinity();
   // These tiles are faster if one row of them fills the GPU, or two in one round; otherwise others
   // mostly are.
@@ -160,9 +160,12 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
         rows_cost + (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
     const bool two_rows = row_tiles == 2 && blocks <= sm_count && splits == 1;
     const double only_one_row = !uneven ? 1.0 : two_rows ? kTwoRows : kMoreRows;
+    // With scales of blocks, tiles of 96 columns are there for what they do in one wave.
+    const double one_wave =
+        has_block_scales(p.kind) && v.tile_n == 96 && waves > 1 ? kMoreRows : 1.0;
     const double time =
         (kSmallLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait) *
-        only_one_row;
+        only_one_row * one_wave;
     if (time < best) {
       best = time;
       choice->splits = splits;
@@ -206,12 +209,12 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
 }
 
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
-// not depend on. The split-K kernels have 64, and suit few rows.
+// not depend on. The split-K kernels of 64 suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
   if (v.tile_n == kFewRowsColumns && p.m > v.tile_m) return false;  // slower than others there
   if (!batch_invariant()) return serves(v, p) && !v.whole;
   if (fixed_splits(p) > 1) return serves(v, p) && v.split_k && !v.whole;
-  return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3);
+  return serves(v, p) && (v.dtype != DType::kFloat8E4M3 || (v.split_k && v.tile_n == 64));
 }
 
 }  // namespace

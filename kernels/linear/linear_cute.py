@@ -78,6 +78,8 @@ _BLOCKS_LARGE = (
     (128, 128, False, 1, 6, 1),
 )
 
+# 24576 columns in 256 tiles, of which each multiprocessor has two at once.
+_BLOCKS_SMALL = (*_NARROW, (64, 96, 5))
 _GATED_BLOCKS_LARGE = (_BLOCKS_LARGE[0], _BLOCKS_LARGE[-1])
 
 _OF_BLOCKS = ("across", "activation")
@@ -223,7 +225,7 @@ def functions():
         built += [_large("fp8", act, *shape) for shape in _FP8_LARGE]
         built += [_small("fp8", act, *shape) for shape in _NARROW]
     built += [_large("fp8", "none", *shape, kind="blocks") for shape in _BLOCKS_LARGE]
-    built += [_small("fp8", "none", *shape, kind="blocks") for shape in _NARROW]
+    built += [_small("fp8", "none", *shape, kind="blocks") for shape in _BLOCKS_SMALL]
     built += [_large("fp8", "none", *shape, kind="gated_blocks") for shape in _GATED_BLOCKS_LARGE]
     built.append(_small("fp8", "none", *_NARROW[0], kind="gated_blocks"))
     return built
