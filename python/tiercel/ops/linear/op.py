@@ -142,7 +142,7 @@ def gated_linear(
         >>> hidden = tiercel.gated_linear(x, torch.cat([gate.weight, up.weight]))
     """
     if weight_scale is not None:
-        x, x_scale = quantized_blocks(x, x_scale, backend)
+        x, x_scale = quantized_blocks("gated_linear", x, x_scale, backend)
         scaled = (x, weight, x_scale, weight_scale, bias, activation, backend)
         if out is None:
             return GATED_LINEAR_FP8.pick()(*scaled)  # type: ignore[no-any-return]
@@ -166,6 +166,24 @@ def _gate(both: Tensor, activation: str, backend: str | None) -> Tensor:
         return silu_and_mul(both, backend=backend)
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     return gelu_and_mul(both, approximate=approximate, backend=backend)
+
+
+def _added(result: Tensor, residual: Tensor) -> Tensor:
+    """The sum, of a residual that is like the result."""
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"fused_mlp: `residual` must be a tensor, got {type(residual).__name__}")
+    if residual.dtype != result.dtype:
+        raise TypeError(
+            f"fused_mlp: `residual` must have dtype {result.dtype}, got {residual.dtype}"
+        )
+    if residual.shape != result.shape:
+        raise ValueError(
+            f"fused_mlp: `residual` must have shape {list(result.shape)}, "
+            f"got {list(residual.shape)}"
+        )
+    if residual.device != result.device:
+        raise ValueError(f"fused_mlp: `residual` must be on {result.device}, got {residual.device}")
+    return result + residual
 
 
 @composite(spec.FUSED_MLP)
@@ -226,6 +244,8 @@ def fused_mlp(
             raise ValueError(
                 f"fused_mlp: `{missing}_scale` must be given where `{given}_scale` is, got None"
             )
+        if isinstance(x, Tensor) and x.dtype != torch.bfloat16:
+            raise TypeError(f"fused_mlp: `x` must have dtype bfloat16 with scales, got {x.dtype}")
         if gated:
             hidden = gated_linear(
                 *(x, up_weight, up_bias),
@@ -240,7 +260,7 @@ def fused_mlp(
         result: Tensor = fp8_linear(
             hidden, down_weight, None, down_scale, down_bias, backend=backend
         )
-        return result if residual is None else result + residual
+        return result if residual is None else _added(result, residual)
     first = gated_linear if gated else linear_act
     hidden = first(x, up_weight, up_bias, activation=activation, backend=backend)
     return linear_act(
