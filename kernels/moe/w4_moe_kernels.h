@@ -58,7 +58,7 @@ struct W4MoeArgs {
   bool down;  // rows without an expert are zeros, and the routing is older than the last launch
 };
 
-// Of x in e4m3, with a scale for each row, or one for all with a step of 0.
+// For x in e4m3: a scale for each row, or one for all with a step of 0.
 struct W4MoeFloat8Args {
   W4MoeArgs moe;
   const float* x_scale;
@@ -72,7 +72,7 @@ struct W4MoeKernel {
   bool bfloat16;
   int stages;  // few tokens: at most
   Kernel kernel;
-  // Of x in e4m3 only:
+  // For x in e4m3:
   int group = 0;     // of whole numbers: sums are scaled after so many values of K
   int together = 0;  // blocks per multiprocessor
 };

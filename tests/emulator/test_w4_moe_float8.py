@@ -169,7 +169,7 @@ def test_the_operator(tokens):
             one, terms = down.product(inner, expert)
             due[token] += one * factor
             sizes[token] += terms * factor
-    # What is between the halves is rounded to e4m3, by up to 2^-4 of it; its errors differ in sign.
+    # The first half is rounded to e4m3, by up to 2^-4 of it; errors differ in sign.
     error = got.double() - due
     assert (error.abs() <= 2.0**-8 * due.abs() + 2.0**-4 * sizes).all()
     assert error.square().mean() <= (2.0**-5 * due).square().mean()
