@@ -326,7 +326,7 @@ def test_choices_for_scales_of_blocks(m, n, k, kernel, splits):
 
 
 def test_tiles_of_96_columns_for_scales_of_blocks():
-    """Where they fill one wave of two blocks a multiprocessor; never in the batch-invariant mode,
+    """They fill one wave of two blocks a multiprocessor; never in the batch-invariant mode,
     since tiles of other widths than 64 have other bits."""
     for m in (1, 16, 64):
         got = blocks(ExchangeTensor, m, 24576, 4096)
