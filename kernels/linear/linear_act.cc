@@ -103,14 +103,20 @@ Status check(const LinearActCall& call, LinearProblem* problem) {
     const char* const shape = call.gated ? "[2N]" : "[N]";
     TIERCEL_RETURN_IF_ERROR(check_beside({op, "bias", *call.bias}, {n * parts}, shape, x, dtype));
   }
-  if (of_blocks(call, m, n, k)) {
-    problem->kind = LinearKind::kBlocks;
+  if (scaled && (call.gated || of_blocks(call, m, n, k))) {
+    problem->kind = call.gated ? LinearKind::kGatedBlocks : LinearKind::kBlocks;
     const Argument w_scale{op, "weight_scale", *call.w_scale};
-    const int64_t down = ceil_div(n, kScaleBlock), across = ceil_div(k, kScaleBlock);
+    const int64_t down = ceil_div(n * parts, kScaleBlock), across = ceil_div(k, kScaleBlock);
     TIERCEL_RETURN_IF_ERROR(
         check_block_scale({op, "x_scale", *call.x_scale}, m, across, "[M, K / 128]", x));
-    TIERCEL_RETURN_IF_ERROR(check_block_scale(w_scale, down, across, "[N / 128, K / 128]", x));
+    const char* const w_blocks = call.gated ? "[2N / 128, K / 128]" : "[N / 128, K / 128]";
+    TIERCEL_RETURN_IF_ERROR(check_block_scale(w_scale, down, across, w_blocks, x));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(w_scale));
+    // Else a block has rows of both halves.
+    if (call.gated && n % kScaleBlock != 0) {
+      return Status::Unimplemented(
+          mismatch(w, "have N that is a multiple of 128 with scales", std::to_string(n)));
+    }
   } else if (scaled) {
     TIERCEL_RETURN_IF_ERROR(check_scale({op, "x_scale", *call.x_scale}, m, "M", x));
     TIERCEL_RETURN_IF_ERROR(check_scale({op, "weight_scale", *call.w_scale}, n, "N", x));
@@ -196,7 +202,7 @@ constexpr LinearActPlan kNothing{"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
 // From a row's scale to that of the next row, or of the next 128 rows.
 int32_t scale_step(const TensorView* scale, LinearKind kind) {
   if (scale == nullptr) return 0;
-  if (kind == LinearKind::kBlocks) return static_cast<int32_t>(scale->strides[0]);
+  if (has_block_scales(kind)) return static_cast<int32_t>(scale->strides[0]);
   return count(*scale) > 1 ? 1 : 0;
 }
 
@@ -231,7 +237,7 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
   int32_t w_step = scale_step(call.w_scale, problem.kind);
   // The last two are parameters of kernels with scales of blocks only.
   int32_t across = 0;
-  if (problem.kind == LinearKind::kBlocks) across = static_cast<int32_t>(call.x_scale->strides[1]);
+  if (has_block_scales(problem.kind)) across = static_cast<int32_t>(call.x_scale->strides[1]);
   int32_t activation = static_cast<int32_t>(problem.activation);
 
   LaunchConfig config;

@@ -45,7 +45,8 @@ struct LinearActConfig {
 // act(gate) * up; without residual and sums.
 // x and w may be float8_e4m3fn with float32 scales, one of all or one a row; K is a multiple of 16
 // then, y and bias are bfloat16, and there are neither gates nor residual nor sums. Or x_scale is
-// [M, ceil(K / 128)] with any strides and w_scale [ceil(N / 128), ceil(K / 128)].
+// [M, ceil(K / 128)] with any strides and w_scale [ceil(N / 128), ceil(K / 128)]; gates have only
+// these, of 2N rows, and an N that is a multiple of 128.
 struct LinearActCall {
   const TensorView* x = nullptr;
   const TensorView* w = nullptr;

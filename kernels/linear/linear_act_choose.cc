@@ -64,7 +64,9 @@ int64_t element_bytes(const LinearProblem& p) { return p.dtype == DType::kFloat8
 int64_t k_tiles_of(const LinearProblem& p) { return ceil_div(p.k * element_bytes(p), kRowBytes); }
 
 // Rows of w per column of the result.
-int64_t parts(LinearKind kind) { return kind == LinearKind::kGated ? 2 : 1; }
+int64_t parts(LinearKind kind) {
+  return kind == LinearKind::kGated || kind == LinearKind::kGatedBlocks ? 2 : 1;
+}
 
 double dram_time(const LinearProblem& p) {
   const double m = static_cast<double>(p.m), k = static_cast<double>(p.k);
@@ -87,10 +89,10 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double rounds = static_cast<double>(ceil_div(tiles, clusters));
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
-  const double scaling = p.kind != LinearKind::kBlocks ? 1.0
-                         : v.tile_n > 192              ? kScaledWideTile
-                         : v.tile_n > 128              ? kScaledMiddle
-                                                       : kScaledTile;
+  const double scaling = !has_block_scales(p.kind) ? 1.0
+                         : v.tile_n > 192          ? kScaledWideTile
+                         : v.tile_n > 128          ? kScaledMiddle
+                                                   : kScaledTile;
   const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
   const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
@@ -127,7 +129,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // Shared memory delivers 128 bytes per cycle to the tensor cores and receives the loads.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
-  const double scaled_cycles = kScaledCycles + kScaledRow * v.tile_m;
+  const double scaled_cycles = (kScaledCycles + kScaledRow * v.tile_m) * v.tile_n / 64.0;
   double best = std::numeric_limits<double>::infinity();
   // These tiles are faster if one row of them fills the GPU, or two in one round; otherwise others
   // mostly are.
@@ -148,7 +150,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
     const double block_load = steps * kRowBytes * v.tile_n / kSmBytes;
     const double busiest = std::ceil(blocks / sm_count);
     double multiply = busiest * steps * step_cycles / kCycles;
-    if (p.kind == LinearKind::kBlocks) {
+    if (has_block_scales(p.kind)) {
       multiply = std::max(multiply, std::ceil(busiest / per_sm) * steps * scaled_cycles / kCycles);
     }
     const double wait = (waves - 1.0) * kNextBlock / per_sm +
@@ -158,9 +160,12 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
         rows_cost + (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
     const bool two_rows = row_tiles == 2 && blocks <= sm_count && splits == 1;
     const double only_one_row = !uneven ? 1.0 : two_rows ? kTwoRows : kMoreRows;
+    // With scales of blocks, tiles of 96 columns are there for what they do in one wave.
+    const double one_wave =
+        has_block_scales(p.kind) && v.tile_n == 96 && waves > 1 ? kMoreRows : 1.0;
     const double time =
         (kSmallLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait) *
-        only_one_row;
+        only_one_row * one_wave;
     if (time < best) {
       best = time;
       choice->splits = splits;
@@ -199,17 +204,17 @@ double whole_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
 bool serves(const LinearActVariant& v, const LinearProblem& p) {
   const bool kind = v.kind == p.kind ||
                     (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
-  const bool activation = v.kind == LinearKind::kBlocks || v.activation == p.activation;
+  const bool activation = has_block_scales(v.kind) || v.activation == p.activation;
   return kind && v.dtype == p.dtype && activation;
 }
 
 // Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
-// not depend on. The split-K kernels have 64, and suit few rows.
+// not depend on. The split-K kernels of 64 suit few rows.
 bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
   if (v.tile_n == kFewRowsColumns && p.m > v.tile_m) return false;  // slower than others there
   if (!batch_invariant()) return serves(v, p) && !v.whole;
   if (fixed_splits(p) > 1) return serves(v, p) && v.split_k && !v.whole;
-  return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3);
+  return serves(v, p) && (v.dtype != DType::kFloat8E4M3 || (v.split_k && v.tile_n == 64));
 }
 
 }  // namespace

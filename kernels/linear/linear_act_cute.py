@@ -5,7 +5,7 @@ Kinds: "extra" may add a residual[M, N], and also write the preactivation for th
 w[2N, K] has N rows of the gate, then N of up, and a tile has equally many of both: y = act(gate) *
 up. "grad_x" and "grad_weight" are the products of the backward, with transposed operands: grad @ w
 and grad^T @ x. float8 operands have scales per row of x and of w, and a bfloat16 result. "blocks":
-block scales instead (linear_blocks_cute.py), and any activation.
+block scales instead (linear_blocks_cute.py), and any activation; "gated_blocks": both.
 
 One warp of the first warpgroup loads tiles of x and w into a ring of shared memory stages; two
 warpgroups multiply. They either share a tile, half of its rows each, or alternate whole tiles
@@ -66,7 +66,7 @@ class LinearAct:
         self.name = name
         self.dtype = dtype
         self.tile_k = ROW * 8 // dtype.width
-        self.blocks = kind == "blocks"
+        self.blocks = kind in ("blocks", "gated_blocks")
         self.scaled = dtype.width == 8 and not self.blocks
         self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.act = ACTIVATIONS[act]
@@ -79,7 +79,7 @@ class LinearAct:
         # A product of the backward has no bias; one with scales of blocks has no memory for a list.
         self.lists_bias = not (kind in MAJORS or self.blocks)
         # Rows of w that lie together in a tile, and columns of the result that come of a tile.
-        self.parts = 2 if kind == "gated" else 1
+        self.parts = 2 if kind in ("gated", "gated_blocks") else 1
         self.width = tile_n // self.parts
         self.piece = EPI if tile_n % EPI == 0 else 48  # columns that are stored together
         # Floats in shared memory of a tile's columns: biases, and scales.
@@ -97,7 +97,7 @@ class LinearAct:
         self.products = 1  # sets of sums of one part
         if self.overlaps:
             self.parts_of_w = self.products = 3
-        self.scales_of_w = 1 if tile_n == 128 else 2
+        self.scales_of_w = 1 if tile_n == 128 and self.parts == 1 else 2
         self.multicasts = cluster  # blocks that load parts of each other's tiles
         # Without an activation the result is its own sums.
         self.adds = kind == "extra"
@@ -332,7 +332,7 @@ class LinearAct:
                         state = load(
                             *(self, ring, state, (0, k_tiles), storage.bias.data_ptr()),
                             *((x_scale, w_scale, x_step, w_step), (m, n, of_blocks.across)),
-                            *(row * self.tile_m, column * self.tile_n),
+                            *(row * self.tile_m, column * self.width),
                         )
         else:
             cute.arch.setmaxregister_increase(240 if self.pingpong else 232)
@@ -500,14 +500,10 @@ class LinearAct:
                                             acc[i] *= row_scales[v // 2] * scale
                                         acc[i] += b[v % 2]
                         if const_expr(self.blocks):
-                            add_bias(
-                                acc,
-                                first_value,
-                                values,
-                                bias,
-                                place[1] * self.piece + lane % 4 * 2,
-                                n,
-                            )
+                            at = place[1] * self.piece + lane % 4 * 2
+                            for p in cutlass.range_constexpr(self.parts):
+                                of_part = first_value + p * (self.width // 2)
+                                add_bias(acc, of_part, values, bias, at, n, p)
                             activate(of_blocks.activation, acc, first_value, values)
                         if const_expr(self.saves):
                             if save != 0:
@@ -564,12 +560,12 @@ class LinearAct:
 
 
 @cute.jit
-def add_bias(sums, first, count, bias, column, n):
-    """To this thread's part of a piece, whose first column is that one."""
+def add_bias(sums, first, count, bias, column, n, part=0):
+    """To this thread's part of a piece, whose first column is that one; `part`: n biases each."""
     if bias.toint() != 0:
         for eight in cutlass.range_constexpr(count // 4):
             if column + eight * 8 < n:
-                at = (bias + (column + eight * 8)).align(4)
+                at = (bias + (part * n + column + eight * 8)).align(4)
                 two = cute.make_tensor(at, cute.make_layout(2)).load().to(Float32)
                 for v in cutlass.range_constexpr(4):
                     sums[first + eight * 4 + v] += two[v % 2]

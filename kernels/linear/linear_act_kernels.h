@@ -9,8 +9,12 @@
 namespace tiercel {
 
 // The values of linear_act_cute.py. Split-K kernels support residual and sums without kExtra.
-// kBlocks: float8 with scales of blocks; the activation is chosen at run time.
-enum class LinearKind { kPlain, kExtra, kGated, kGradX, kGradWeight, kBlocks };
+// kBlocks, kGatedBlocks: float8 with scales of blocks; the activation is chosen at run time.
+enum class LinearKind { kPlain, kExtra, kGated, kGradX, kGradWeight, kBlocks, kGatedBlocks };
+
+constexpr bool has_block_scales(LinearKind kind) {
+  return kind == LinearKind::kBlocks || kind == LinearKind::kGatedBlocks;
+}
 
 struct LinearActVariant {
   LinearKind kind;

@@ -7,7 +7,8 @@ kernel, no fence. One warp loads, one warpgroup multiplies. A tile may have fewe
 instruction, so that M divides evenly: garbage in the others only affects rows of the product that
 are not read.
 
-Kinds ("plain", "gated", "grad_x", "blocks"), residual and sums are those of linear_act_cute.py.
+Kinds ("plain", "gated", "grad_x", "blocks", "gated_blocks"), residual and sums are those of
+linear_act_cute.py.
 """
 
 import cutlass
@@ -49,18 +50,20 @@ class LinearActSplitK:
         self.name = name
         self.dtype = dtype
         self.tile_k = ROW * 8 // dtype.width
-        self.blocks = kind == "blocks"
+        self.blocks = kind in ("blocks", "gated_blocks")
         self.scaled = dtype.width == 8 and not self.blocks
         self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.stages = stages
         self.majors = MAJORS.get(kind, ("k", "k"))
-        self.parts = 2 if kind == "gated" else 1
+        self.parts = 2 if kind in ("gated", "gated_blocks") else 1
         self.width = tile_n // self.parts
         self.parts_of_x, self.parts_of_w = tile_m // 64, 1  # as of LinearAct
         self.overlaps = self.in_fours = False
-        self.scales_of_w = 1
+        self.scales_of_w = 1 if 128 % self.width == 0 and self.parts == 1 else 2
+        two = self.blocks and self.scales_of_w == 2
+        assert not (two and tile_m > 64), "two scales of w, or rows of two parts"
         self.scale_words = stages * stage_words(tile_m) // 2 * self.blocks
         self.threads = 2 * WARPGROUP
         # How the threads add up a tile: vectors of a row side by side, rows below each other.
@@ -299,7 +302,8 @@ class LinearActSplitK:
                     )
                     multiply_few_rows(
                         *(self, ring, read, last - first, (start, mma)),
-                        *((products[0], products[-1]), acc, (rx, rw), stage_scales, my_row),
+                        *((products[0], products[-1]), acc, (rx, rw), stage_scales),
+                        (my_row, column * self.width),
                     )
             else:
                 read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -386,7 +390,7 @@ class LinearActSplitK:
                                 totals[v, p, u] *= of_row * scales[v, p]
                             totals[v, p, u] += biases[v, p].to(Float32)
                     if const_expr(self.blocks):
-                        activate(of_blocks.activation, totals, u * VECTOR, VECTOR)
+                        activate(of_blocks.activation, totals, u * VECTOR * self.parts, VECTOR)
                     if top + u * self.below < my_rows:
                         if const_expr(self.parts == 1):
                             if sums.toint() != 0:

@@ -12,9 +12,12 @@ of 64 rows: one is scaled while the other is multiplied.
 The scales of a stage are beside it in shared memory: tile_m for rows, then those of w. One warp
 copies them. The consumer warps read them one step ahead.
 
+Gated tiles have two scales of w too: that of the gates, and that of what they are for.
+
 Tiles of 144 and 192 columns, which may begin in the middle of 128, have two scales of w. They serve
 65 to 128 rows, with one product per step, if they fill whole waves. Those of 192 also serve narrow
-w, with three products of 64 columns, each scaled while the next one is computed.
+w, with three products of 64 columns, each scaled while the next one is computed. Those of 96 serve
+up to 64 rows likewise.
 """
 
 import math
@@ -49,6 +52,14 @@ def stage_words(tile_m):
     return tile_m + _OF_W
 
 
+def _row_of_w(kernel, first_column, lane, n):
+    """The row of w's scales that a lane copies: of the tile's first columns, then of its last; of a
+    gated tile, whose n is a multiple of 128, of the gates and then of what they are for."""
+    if kernel.parts == 2:
+        return first_column // SCALE_BLOCK + lane * (n // SCALE_BLOCK)
+    return cutlass.min(first_column // SCALE_BLOCK + lane, (n - 1) // SCALE_BLOCK)
+
+
 @cute.jit
 def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, first_column):
     """A warp: the scales of each of a tile's steps. Rows beyond the last one have its scales."""
@@ -59,7 +70,7 @@ def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, fi
     for i in cutlass.range_constexpr(kernel.tile_m // 32):
         row = cutlass.min(first_row + lane + i * 32, m - 1)
         of_x[i] = x_scale.toint() + Int64(row) * x_step * 4
-    row_of_w = cutlass.min(first_column // SCALE_BLOCK + lane, (n - 1) // SCALE_BLOCK)
+    row_of_w = _row_of_w(kernel, first_column, lane, n)
     of_w = w_scale.toint() + Int64(row_of_w) * w_step * 4
     for step in cutlass.range(steps[0], steps[1], unroll=1):
         ring.sync_object_empty.wait(state.index, state.phase)
@@ -92,7 +103,7 @@ def load_tile_scales_in_fours(
     of_w.fill(0.0)
     words = stage_words(kernel.tile_m)
     to = cute.make_tensor(scales, cute.make_layout(kernel.stages * words))
-    row_of_w = cutlass.min(first_column // SCALE_BLOCK + lane, (n - 1) // SCALE_BLOCK)
+    row_of_w = _row_of_w(kernel, first_column, lane, n)
     is_one = first_lane < kernel.scales_of_w
     start_of_x, start_of_w = x_scale.toint(), w_scale + Int64(row_of_w) * w_step
     of_all = start_of_x | Int64(x_step * 4) | Int64((across - 1) * 16)
@@ -188,11 +199,12 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
 
 
 @cute.jit
-def multiply_few_rows(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row):
+def multiply_few_rows(kernel, ring, read, steps, mmas, accs, sums, operands, scales, at):
     """The steps of a kernel of few rows, whose products wait for loads: with the order of
     multiply_steps, 16 rows took a third longer (H200). Here a step waits for the next one's data
-    while its own products are computed."""
-    operands = (*operands, 0)
+    while its own products are computed. `at`: this lane's first row and the tile's first column."""
+    row, column = at
+    operands = (*operands, SCALE_BLOCK - column % SCALE_BLOCK)
     ring.consumer_wait(read)
     by = _factors(_read_scales(kernel, scales, read.index, row))
     for step in cutlass.range(steps, unroll=1):
@@ -256,6 +268,10 @@ def _add(kernel, sums, part, accs, operands, by):
         add_scaled(sums, first, acc, (upper, lower))
     elif const_expr(kernel.parts_of_w == 2 or kernel.scales_of_w == 1):
         add_scaled(sums, first, acc, by[2 * part : 2 * part + 2])
+    elif const_expr(kernel.parts == 2):
+        half = kernel.width // 2  # values of a lane: gates, then what they are for
+        add_scaled(sums, first, acc, by[:2], 0, half)
+        add_scaled(sums, first + half, acc, by[2:], half, half)
     else:
         # Columns from the second scale's first one on have that; tiles begin at multiples of a run.
         run = math.gcd(kernel.tile_n, SCALE_BLOCK)

@@ -23,6 +23,7 @@ _KINDS = {
     "extra": "kExtra",
     "gated": "kGated",
     "blocks": "kBlocks",
+    "gated_blocks": "kGatedBlocks",
     "grad_x": "kGradX",
     "grad_weight": "kGradWeight",
 }
@@ -31,6 +32,7 @@ _PREFIXES = {
     "extra": "linear_act_extra",
     "gated": "gated_linear",
     "blocks": "linear_act_blocks",
+    "gated_blocks": "gated_linear_blocks",
     "grad_x": "linear_act_grad_x",
     "grad_weight": "linear_act_grad_weight",
 }
@@ -76,6 +78,10 @@ _BLOCKS_LARGE = (
     (128, 128, False, 1, 6, 1),
 )
 
+# 24576 columns in 256 tiles, of which each multiprocessor has two at once.
+_BLOCKS_SMALL = (*_NARROW, (64, 96, 5))
+_GATED_BLOCKS_LARGE = (_BLOCKS_LARGE[0], _BLOCKS_LARGE[-1])
+
 _OF_BLOCKS = ("across", "activation")
 _SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
 _SCALARS += _OF_BLOCKS
@@ -87,12 +93,12 @@ _PROBLEMS = tuple(
         (8, 8, 16, 1, 1, 1, 0, 8, 1, 2, 7, 4),
     )
 )
-# Kinds without an activation in their names: "blocks" has all of them.
-_WITHOUT = (*MAJORS, "blocks")
+# Kinds without an activation in their names: those of blocks have all of them.
+_WITHOUT = (*MAJORS, "blocks", "gated_blocks")
 
 
 def _rows_of_w(kind):
-    return "2 * n" if kind == "gated" else "n"
+    return "2 * n" if kind in ("gated", "gated_blocks") else "n"
 
 
 def _operand(kernel, tensor, rows, box, blocks=1):
@@ -219,5 +225,7 @@ def functions():
         built += [_large("fp8", act, *shape) for shape in _FP8_LARGE]
         built += [_small("fp8", act, *shape) for shape in _NARROW]
     built += [_large("fp8", "none", *shape, kind="blocks") for shape in _BLOCKS_LARGE]
-    built += [_small("fp8", "none", *shape, kind="blocks") for shape in _NARROW]
+    built += [_small("fp8", "none", *shape, kind="blocks") for shape in _BLOCKS_SMALL]
+    built += [_large("fp8", "none", *shape, kind="gated_blocks") for shape in _GATED_BLOCKS_LARGE]
+    built.append(_small("fp8", "none", *_NARROW[0], kind="gated_blocks"))
     return built

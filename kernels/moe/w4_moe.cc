@@ -26,7 +26,8 @@ constexpr int kMultiprocessorShared = 228 * 1024;
 constexpr int kBlockShared = 2048;  // of it, a block takes beside its dynamic memory
 
 struct Launch {
-  W4MoeArgs args{};
+  W4MoeFloat8Args args{};  // of which kernels for 16 bits take `moe`
+  bool float8 = false;
   const W4MoeKernel* kernel = nullptr;  // null where nothing is to be done
   int64_t blocks = 0;
   int64_t dynamic_smem = 0;
@@ -36,9 +37,10 @@ struct Launch {
 
   LaunchConfig config() const {
     LaunchConfig config;
-    config.grid.x = static_cast<uint32_t>(blocks * args.row_tiles * parts);
+    config.grid.x = static_cast<uint32_t>(blocks * args.moe.row_tiles * parts);
     config.cluster.x = static_cast<uint32_t>(parts);
-    config.block.x = static_cast<uint32_t>(w4_moe_threads(kernel->rows));
+    config.block.x = static_cast<uint32_t>(float8 ? w4_moe_float8_threads(kernel->together)
+                                                  : w4_moe_threads(kernel->rows));
     config.dynamic_smem = static_cast<uint32_t>(dynamic_smem);
     config.dependent = true;
     return config;
@@ -58,8 +60,27 @@ Status check_start(const Argument& argument) {
   return Status::Unimplemented(mismatch(argument, "start at a multiple of 16 bytes", "another"));
 }
 
-Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument& x, int64_t experts,
-                          int64_t rows, int64_t k, W4Scales* scales) {
+// e4m3 values of x, and their scale.
+Status check_float8(const char* op, const W4MoeCall& call, const Argument& x) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kFloat8E4M3}));
+  if (call.format == W4Format::kNvfp4) {
+    return Status::InvalidArgument(
+        std::string(op) + ": `format` must be mxfp4 or int4 where `x` is float8_e4m3fn, got nvfp4");
+  }
+  const Argument scale{op, "x_scale", *call.x_scale};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(scale, x));
+  int64_t count = 1;
+  for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
+  if (count == 1 || count == x.view.shape[0]) return Status();
+  return Status::InvalidArgument(mismatch(
+      scale, "have one element or one for each row of `x`, " + std::to_string(x.view.shape[0]),
+      "shape " + shape_text(scale.view.shape, scale.view.ndim)));
+}
+
+// `half`: the dtype of int4's scales and zero points.
+Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument& x, DType half,
+                          int64_t experts, int64_t rows, int64_t k, W4Scales* scales) {
   const Argument scale{op, "scale", *call.scale};
   TIERCEL_RETURN_IF_ERROR(check_rank(scale, 3));
   scales->format = call.format;
@@ -67,7 +88,7 @@ Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument&
   scales->scale_row = call.scale->shape[2] * dtype_bytes(call.scale->dtype);
   const bool int4 = call.format == W4Format::kInt4;
   if (int4) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {x.view.dtype}));
+    TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {half}));
     scales->group_shift = 0;
     for (int shift : {5, 6, 7}) {
       if (call.scale->shape[2] << shift == k) scales->group_shift = shift;
@@ -92,7 +113,7 @@ Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument&
     return Status::InvalidArgument(std::string(op) + ": `zero_point` is for int4 only");
   }
   const Argument zero{op, "zero_point", *call.zero_point};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {x.view.dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {half}));
   TIERCEL_RETURN_IF_ERROR(check_shape(zero, {experts, rows, call.scale->shape[2]}, "as `scale`"));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(zero, x));
   TIERCEL_RETURN_IF_ERROR(check_start(zero));
@@ -142,12 +163,13 @@ Status check_routing(const char* op, const W4MoeCall& call, const Argument& x, i
 // The stages of a thread block of few tokens, beside the scales of its tile: as many as fit if
 // three share a multiprocessor, or if fewer do.
 Status plan_ring(const char* op, Launch* launch) {
-  W4MoeArgs& args = launch->args;
+  W4MoeArgs& args = launch->args.moe;
   const W4MoeKernel& kernel = *launch->kernel;
   args.stages = kernel.stages;
   args.stage_bytes = w4_moe_stage_bytes(args.block_tokens, kernel.rows);
+  if (launch->float8) args.stage_bytes = w4_moe_float8_stage_bytes(kernel.tokens);
   launch->dynamic_smem = static_cast<int64_t>(args.stages) * args.stage_bytes;
-  if (kernel.tokens != kW4MoeFewTokens) return Status();
+  if (launch->float8 || kernel.tokens != kW4MoeFewTokens) return Status();
   // Scales behind the end of a row are read, though not used.
   const int64_t scales =
       kernel.rows * args.scales.scale_row * (args.scales.zero == nullptr ? 1 : 2) + 16;
@@ -176,10 +198,16 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   TIERCEL_RETURN_IF_ERROR(check_rank(weight_arg, 3));
   TIERCEL_RETURN_IF_ERROR(check_rank(ids_arg, 2));
   TIERCEL_RETURN_IF_ERROR(check_rank(out_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16}));
+  const bool float8 = launch->float8 = call.x_scale != nullptr;
+  if (float8) {
+    TIERCEL_RETURN_IF_ERROR(check_float8(op, call, x_arg));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16}));
+  }
+  const DType half = float8 ? DType::kBFloat16 : x.dtype;
   TIERCEL_RETURN_IF_ERROR(check_dtype(weight_arg, {DType::kUInt8, DType::kFloat4E2M1x2}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(ids_arg, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {half}));
   const int64_t elements = ids.shape[0] * ids.shape[1], k = x.shape[1];
   const int64_t experts = weight.shape[0], rows = weight.shape[1];
   const bool gated = !down && call.activation != W4MoeActivation::kReluSquared;
@@ -197,8 +225,9 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   TIERCEL_RETURN_IF_ERROR(check_beside(weight_arg, x_arg));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(ids_arg, x_arg));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(out_arg, x_arg));
-  W4MoeArgs& args = launch->args;
-  TIERCEL_RETURN_IF_ERROR(check_weight_scale(op, call, x_arg, experts, rows, k, &args.scales));
+  W4MoeArgs& args = launch->args.moe;
+  TIERCEL_RETURN_IF_ERROR(
+      check_weight_scale(op, call, x_arg, half, experts, rows, k, &args.scales));
   if (call.global_scale != nullptr) {
     const Argument global{op, "global_scale", *call.global_scale};
     TIERCEL_RETURN_IF_ERROR(check_dtype(global, {DType::kFloat32}));
@@ -208,7 +237,7 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   }
   if (call.bias != nullptr) {
     const Argument bias{op, "bias", *call.bias};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(bias, {x.dtype}));
+    TIERCEL_RETURN_IF_ERROR(check_dtype(bias, {half}));
     TIERCEL_RETURN_IF_ERROR(check_shape(bias, {experts, rows}, "[E, N]"));
     TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(bias, x_arg));
     args.bias = static_cast<const uint16_t*>(call.bias->data);
@@ -218,7 +247,7 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   }
   int64_t tokens = 0;
   TIERCEL_RETURN_IF_ERROR(check_routing(op, call, x_arg, elements, &tokens, &launch->blocks));
-  if (call.format == W4Format::kMxfp4 && x.dtype == DType::kFloat16) {
+  if (call.format == W4Format::kMxfp4 && half == DType::kFloat16) {
     return Status::Unimplemented(std::string(op) +
                                  ": MXFP4's scales need the range of bfloat16, got float16");
   }
@@ -229,26 +258,42 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   if (experts == 0 || k == 0) {
     return Status::Unimplemented(mismatch(weight_arg, "not be empty", shape_text(weight.shape, 3)));
   }
-  const bool floats = call.format != W4Format::kInt4, bfloat16 = x.dtype == DType::kBFloat16;
-  launch->kernel = KernelTable(w4_moe_kernels).find([&](const W4MoeKernel& one) {
-    return one.tokens == std::max<int64_t>(tokens, kW4MoeFewTokens) && one.floats == floats &&
-           one.bfloat16 == bfloat16;
-  });
+  const bool floats = call.format != W4Format::kInt4;
+  if (float8) {
+    const int64_t most = tokens <= kW4MoeFloat8Tokens ? kW4MoeFloat8Tokens : 128;
+    const int group = floats || args.scales.group_shift == 7 ? 128 : 32;
+    launch->kernel = KernelTable(w4_moe_float8_kernels).find([&](const W4MoeKernel& one) {
+      return one.tokens == most && one.floats == floats && one.group == group;
+    });
+  } else {
+    launch->kernel = KernelTable(w4_moe_kernels).find([&](const W4MoeKernel& one) {
+      return one.tokens == std::max<int64_t>(tokens, kW4MoeFewTokens) && one.floats == floats &&
+             one.bfloat16 == (x.dtype == DType::kBFloat16);
+    });
+  }
   if (launch->kernel == nullptr) {
     return Status::Unimplemented(std::string(op) +
                                  ": `block_size` 64 is for bfloat16 and weights of e2m1");
   }
   const int64_t tiles = ceil_div(rows, launch->kernel->rows);
-  // Kernels count rows of x by 16 bytes.
-  const int64_t x_row = x.shape[0] > 1 ? x.strides[0] : k;  // a single row's stride is arbitrary
+  // Kernels count rows of x by 16 bytes, those for e4m3 an expert's scales by bytes. A single row's
+  // stride is arbitrary.
+  const int64_t x_row = (x.shape[0] > 1 ? x.strides[0] : k) * dtype_bytes(x.dtype);
+  const int64_t scale_bytes = float8 ? rows * args.scales.scale_row : 0;
   if (std::max({launch->blocks * tiles, launch->blocks * tokens, 2 * elements, experts * 2 * rows,
-                k, x.shape[0] * x_row / 8}) > std::numeric_limits<int32_t>::max()) {
+                k, x.shape[0] * x_row / 16, scale_bytes}) > std::numeric_limits<int32_t>::max()) {
     return Status::Unimplemented(std::string(op) + ": too large for one launch, got " +
                                  shape_text(out.shape, 2) + " from " + shape_text(weight.shape, 3));
   }
   args.x = static_cast<const char*>(x.data);
-  args.x_row = x_row * 2;
+  args.x_row = x_row;
   args.out = static_cast<uint16_t*>(out.data);
+  if (float8) {
+    launch->args.x_scale = static_cast<const float*>(call.x_scale->data);
+    int64_t count = 1;
+    for (int i = 0; i < call.x_scale->ndim; ++i) count *= call.x_scale->shape[i];
+    launch->args.x_scale_step = count == 1 ? 0 : 1;
+  }
   if (call.sorted_token_ids != nullptr) {
     args.slots = static_cast<const int32_t*>(call.sorted_token_ids->data);
     args.expert_ids = static_cast<const int32_t*>(call.expert_ids->data);
@@ -279,7 +324,7 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   // The blocks of a cluster divide K if there are fewer tiles than places. That changes the order
   // of sums, so the batch-invariant mode does without.
   const int64_t tiles_in_use = launch->blocks * tiles;
-  if (args.slots == nullptr && !batch_invariant()) {
+  if (args.slots == nullptr && !float8 && !batch_invariant()) {
     while (launch->parts < 4 && 2 * launch->parts * tiles_in_use <= kPlaces &&
            args.steps >= 2 * launch->parts * kPartSteps) {
       launch->parts *= 2;
@@ -307,7 +352,7 @@ Status plan_of(bool down, const W4MoeCall& call, W4MoePlan* plan) {
   if (launch.kernel == nullptr) return Status();
   const LaunchConfig config = launch.config();
   *plan = {launch.kernel->kernel.name(),
-           launch.args.block_tokens,
+           launch.args.moe.block_tokens,
            launch.kernel->rows,
            static_cast<int>(launch.blocks),
            static_cast<int>(launch.parts),
@@ -331,8 +376,8 @@ Status run(bool down, const W4MoeCall& call, void* stream) {
                                              CU_TENSOR_MAP_SWIZZLE_64B,
                                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B},
                                             groups, name_of(down), "weight",
-                                            &launch.args.weight_map));
-  void* pointers[] = {&launch.args};
+                                            &launch.args.moe.weight_map));
+  void* pointers[] = {launch.float8 ? static_cast<void*>(&launch.args) : &launch.args.moe};
   return launch.kernel->kernel.launch(launch.config(), call.x->device_index, stream, pointers);
 }
 
@@ -348,6 +393,9 @@ Status w4_moe_up(const W4MoeCall& call, void* stream) { return run(false, call, 
 
 Status w4_moe_down(const W4MoeCall& call, void* stream) { return run(true, call, stream); }
 
-Status w4_moe_load(int device) { return KernelTable(w4_moe_kernels).load_all(device); }
+Status w4_moe_load(int device) {
+  TIERCEL_RETURN_IF_ERROR(KernelTable(w4_moe_kernels).load_all(device));
+  return KernelTable(w4_moe_float8_kernels).load_all(device);
+}
 
 }  // namespace tiercel

@@ -30,9 +30,9 @@
 #include <iterator>
 #include <type_traits>
 
-#include "kernels/activation/functions.cuh"
 #include "kernels/gemv/w4_few_weights.cuh"
 #include "kernels/gemv/w4_weights.cuh"
+#include "kernels/moe/w4_moe_epilogue.cuh"
 #include "kernels/moe/w4_moe_kernels.h"
 #include "kernels/moe/w4_moe_stages.cuh"
 #include "kernels/sm90/cluster.cuh"
@@ -45,16 +45,6 @@
 
 namespace tiercel {
 namespace {
-
-template <int kThreads>
-__device__ __forceinline__ void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-
-// Makes what other threads' copies brought visible to wgmma.
-__device__ __forceinline__ void copies_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 __device__ __forceinline__ void cluster_meet() {
   cluster_arrive();
@@ -86,32 +76,6 @@ __device__ __forceinline__ uint32_t load_shared_1(uint32_t from) {
 // mbarrier_arrive() at an address from shared_address().
 __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// An element's id, which may be anything.
-__device__ __forceinline__ int64_t id_of(const W4MoeArgs& args, int element) {
-  return args.wide_ids ? static_cast<const int64_t*>(args.ids)[element]
-                       : static_cast<const int32_t*>(args.ids)[element];
-}
-
-// The expert of a block of the routing, -1 for none, -2 for a block that is not in use. The lists
-// have an entry for every block, so that no load waits for another.
-__device__ __forceinline__ int expert_of(const W4MoeArgs& args, int block, int tokens) {
-  if (args.slots == nullptr) {
-    const int64_t id = id_of(args, block);
-    return id >= 0 && id < args.experts ? static_cast<int>(id) : -1;
-  }
-  const int used = *args.used, expert = args.expert_ids[block];
-  if (block * tokens >= min(used, args.slot_count)) return -2;
-  return expert >= 0 && expert < args.experts ? expert : -1;
-}
-
-// The element in a place of a block, or -1.
-__device__ __forceinline__ int element_at(const W4MoeArgs& args, int block, int tokens, int place) {
-  if (args.slots == nullptr) return place == 0 ? block : -1;
-  const int slot = block * tokens + place;
-  const int element = place < tokens && slot < args.slot_count ? args.slots[slot] : -1;
-  return element >= 0 && element < args.elements ? element : -1;
 }
 
 // The factors of 32 values of K of a lane's two rows, from value `at` on, as they multiply the
@@ -308,61 +272,6 @@ __device__ __forceinline__ void multiply_many(const W4MoeArgs& args, const char*
   }
 }
 
-// The activation of gates, times the values that they gate, to `v`: four at a time, since each is a
-// long chain of instructions.
-__device__ __forceinline__ void gate(const W4MoeArgs& args, float (&v)[4], float (&value)[4]) {
-  // Comparisons, unlike min and max, keep NaN.
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (v[j] > args.limit) v[j] = args.limit;
-    if (value[j] > args.limit) value[j] = args.limit;
-    if (value[j] < -args.limit) value[j] = -args.limit;
-  }
-  switch (args.activation) {
-    case W4MoeActivation::kGelu:
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = Gelu<false>::value(v[j]) * value[j];
-      break;
-    case W4MoeActivation::kRelu:
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = Relu<false>::value(v[j]) * value[j];
-      break;
-    default: {
-      const bool residual = args.activation == W4MoeActivation::kSiluResidual;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float factor = residual ? value[j] + 1.0f : value[j];
-        v[j] = sigmoid_times<false>(args.alpha * v[j], v[j]) * factor;
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void read_sums(float (&v)[4], const float* from) {
-  const float4 four = *reinterpret_cast<const float4*>(from);
-  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-}
-
-// Four features of a token, of the sums of its rows with their bias.
-__device__ __forceinline__ void finish(const W4MoeArgs& args, const float* sums, int feature,
-                                       float (&v)[4]) {
-  if (args.gated) {
-    const float* const from = sums + feature / 8 * 16 + feature % 8;
-    float value[4];
-    read_sums(v, from);
-    read_sums(value, from + 8);
-    gate(args, v, value);
-    return;
-  }
-  read_sums(v, sums + feature);
-  if (args.down) return;
-#pragma unroll
-  for (float& one : v) {
-    const float positive = Relu<false>::value(one);
-    one = positive * positive;
-  }
-}
-
 template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages, int kTogether>
 __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     w4_moe(const __grid_constant__ W4MoeArgs args) {
@@ -380,7 +289,6 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   const int block = index / args.row_tiles, tile = index % args.row_tiles;
   const int begin = part * args.part_steps, end = min(begin + args.part_steps, args.steps);
   const int group = tile * (kRows / 16);
-  const int tile_features = args.gated ? kRows / 2 : kRows;
   // Uniform to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
@@ -452,32 +360,10 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   if (args.down) {
     grid_dependency_wait();
     grid_dependency_launch();
-    // Ids that are in no block: a row for each thread.
-    if (args.slots != nullptr) {
-      for (int64_t e = blockIdx.x + static_cast<int64_t>(threadIdx.x) * gridDim.x;
-           e < args.elements; e += static_cast<int64_t>(Shape::kConsumers) * gridDim.x) {
-        const int64_t id = id_of(args, static_cast<int>(e));
-        if (id >= 0 && id < args.bound) continue;
-        uint4* const row = reinterpret_cast<uint4*>(args.out + e * args.features);
-        for (int i = 0; i < args.features / 8; ++i) row[i] = make_uint4(0, 0, 0, 0);
-      }
-    }
+    clear_unrouted<Shape::kConsumers>(args);
   }
-  const int first_feature = tile * tile_features;
-  // Four features of a token at a time; `results` has the sums of all rows.
   const auto store = [&](const float* results) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < block_tokens * tile_features / 4; i += Shape::kConsumers) {
-      const int token = args.gated ? i / (kRows / 8) : i / (kRows / 4);
-      const int feature = i * 4 - token * tile_features;
-      const int element = elements[token];
-      if (element < 0 || first_feature + feature >= args.features) continue;
-      float v[4] = {};
-      if (results != nullptr) finish(args, results + token * Shape::kSumRow, feature, v);
-      const int64_t row = static_cast<int64_t>(element) * args.features;
-      *reinterpret_cast<uint2*>(args.out + row + first_feature + feature) =
-          make_uint2(Format::pack(v), Format::pack(v + 2));
-    }
+    store_tile<Format, kRows, Shape::kConsumers>(args, results, elements, block_tokens, tile);
   };
   if (expert < 0) {
     if (args.down && expert == -1) store(nullptr);
@@ -516,7 +402,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   // Sum i is of row my_row, or of the 8th behind it, and this token.
   const auto place_of = [&](int i) {
     const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    return results + token * Shape::kSumRow + my_row + i / 2 % 2 * 8;
+    return results + token * w4_moe_sum_row(kRows) + my_row + i / 2 % 2 * 8;
   };
   if constexpr (Shape::kFew) {
     if (warpgroup == 1) {

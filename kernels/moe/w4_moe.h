@@ -31,7 +31,7 @@ struct W4MoePlan {
 };
 
 // One product. The routing is the lists of moe_align_block_size, in blocks of 8, 16, 32 or 128 or,
-// of bfloat16 and e2m1 weights, 64; without them each id is a block of its own.
+// of bfloat16 and e2m1 weights or with x_scale, 64; without them each id is a block of its own.
 struct W4MoeCall {
   W4Format format = W4Format::kMxfp4;
   const TensorView* x = nullptr;
@@ -40,6 +40,7 @@ struct W4MoeCall {
   const TensorView* zero_point = nullptr;    // or null: 8
   const TensorView* global_scale = nullptr;  // or null: 1
   const TensorView* bias = nullptr;          // or null
+  const TensorView* x_scale = nullptr;       // or null: x has 16 bits
   const TensorView* ids = nullptr;
   const TensorView* sorted_token_ids = nullptr;
   const TensorView* expert_ids = nullptr;
@@ -53,9 +54,11 @@ struct W4MoeCall {
   float limit = 0.0f;  // 0: none
 };
 
-// x [T, K] bfloat16 or, unless the format is MXFP4, float16; weight [E, N, K / 2], scale [E, N, K /
-// group], zero_point likewise, global_scale [E], bias [E, N]: as those of w4_linear, one for each
-// expert, all contiguous; ids [T, k] int32 or int64; K and N multiples of 64.
+// x [T, K] bfloat16 or, unless the format is MXFP4, float16; or, unless it is NVFP4, e4m3 with
+// x_scale, float32, of one element or of one for each row, and bfloat16 for all that is otherwise
+// of x's dtype; weight [E, N, K / 2], scale [E, N, K / group], zero_point likewise, global_scale
+// [E], bias [E, N]: as those of w4_linear, one for each expert, all contiguous; ids [T, k] int32 or
+// int64; K and N multiples of 64.
 //
 // `up`: out [T * k, I], N = 2 * I or, without a gate, I. Rows of the weight are those of the gates,
 // then those that they are for; or both in turn if `interleaved`. Up to `limit`, gates are used

@@ -58,6 +58,13 @@ struct W4MoeArgs {
   bool down;  // rows without an expert are zeros, and the routing is older than the last launch
 };
 
+// For x in e4m3: a scale for each row, or one for all with a step of 0.
+struct W4MoeFloat8Args {
+  W4MoeArgs moe;
+  const float* x_scale;
+  int x_scale_step;
+};
+
 struct W4MoeKernel {
   int tokens;  // of a block of the routing; few tokens: at most
   int rows;    // of the weight, a tile
@@ -65,6 +72,9 @@ struct W4MoeKernel {
   bool bfloat16;
   int stages;  // few tokens: at most
   Kernel kernel;
+  // For x in e4m3:
+  int group = 0;     // of whole numbers: sums are scaled after so many values of K
+  int together = 0;  // blocks per multiprocessor
 };
 
 // Threads that multiply, by the rows of a tile: few tokens have 64. The others load.
@@ -82,7 +92,20 @@ constexpr int w4_moe_stage_bytes(int tokens, int rows) {
   return tokens * (kW4MoeStep * 2) + rows * (kW4MoeStep / 2 + scales);
 }
 
+inline constexpr int kW4MoeFloat8Rows = 128;   // of the weight, a tile with x in e4m3
+inline constexpr int kW4MoeFloat8Tokens = 32;  // the smaller kernels' blocks have up to so many
+
+// Two warps load, or a warpgroup where registers are dealt out again.
+constexpr int w4_moe_float8_threads(int together) {
+  return w4_moe_consumers(kW4MoeFloat8Rows) + (together == 1 ? 128 : 64);
+}
+
+constexpr int w4_moe_float8_stage_bytes(int tokens) {
+  return tokens * kW4MoeStep + kW4MoeFloat8Rows * (kW4MoeStep / 2);
+}
+
 const W4MoeKernel* w4_moe_kernels(int* count);
+const W4MoeKernel* w4_moe_float8_kernels(int* count);  // for x in e4m3
 
 }  // namespace tiercel
 

@@ -43,7 +43,6 @@ struct Tile {
   static constexpr int kXBytes = kTokens * kW4MoeStep * 2;
   static constexpr int kWeightBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = w4_moe_stage_bytes(kTokens, kRows);
-  static constexpr int kSumRow = kRows + 4;  // floats of a token's sums: all banks in use
 };
 
 // The row of the expert's weight that is row `row` of a tile which begins at `group`.
@@ -251,15 +250,57 @@ __device__ __forceinline__ void load_few(const W4MoeArgs& args, const FewRing& r
   }
 }
 
+// The rows of x of a block of many tokens, which kLoaders threads copy: kChunks of them copy the 16
+// bytes each that a row has in a stage.
+template <int kTokens, int kLoaders, int kChunks>
+struct GatheredRows {
+  static constexpr int kXBytes = kTokens * kChunks * 16;
+  static constexpr int kAtOnce = kLoaders / kChunks;  // rows
+  static constexpr int kPasses = kTokens / kAtOnce;
+  static constexpr int kTestEach = kTokens / 32;  // passes
+  int chunk, passes;
+  uint32_t place;
+  uint32_t from[kPasses];  // in 16 bytes
+
+  // `sources` has rows of x, or -1 for padding, whose last passes are left out.
+  __device__ __forceinline__ GatheredRows(const W4MoeArgs& args, const char* shared,
+                                          const int* sources, int thread)
+      : chunk(thread % kChunks), passes(0) {
+    const int token = thread / kChunks;
+    place = shared_address(shared) + static_cast<uint32_t>(x_place<kXBytes>(token, chunk));
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int source = sources[token + i * kAtOnce];
+      if (source >= 0) passes = i + 1;
+      // Columns of padding hold anything, here a row that exists.
+      from[i] = static_cast<uint32_t>(source >= 0 ? source : max(sources[0], 0)) *
+                    static_cast<uint32_t>(args.x_row / 16) +
+                chunk;
+    }
+  }
+
+  // Requests a step's values for the stage that begins so many bytes behind the first.
+  __device__ __forceinline__ void copy(const W4MoeArgs& args, int stage_begin, int step) const {
+    constexpr int kValues = kW4MoeStep / kChunks;                    // of a chunk
+    const bool real = step * kW4MoeStep + chunk * kValues < args.k;  // zeros behind the end of K
+    const uint32_t to = place + stage_begin;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass % kTestEach == 0 && pass >= passes) break;
+      // The swizzle repeats after 8 tokens.
+      const uint32_t swizzled = to ^ pass * kAtOnce % 8 * 16;
+      async_copy_16(swizzled + pass * (kAtOnce * 128),
+                    args.x + static_cast<uint64_t>(from[pass]) * 16 + step * (kChunks * 16), real);
+    }
+  }
+};
+
 // Fills the stages of many tokens, by all loading warps.
 template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages>
 __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, const int* sources,
                                           uint64_t* filled, uint64_t* freed, int expert,
                                           int group) {
   using Shape = Tile<kTokens, kRows>;
-  constexpr int kAtOnce = Shape::kLoaders / 16;  // rows of x: 16 threads each
-  constexpr int kPasses = kTokens / kAtOnce;
-  constexpr int kTestEach = kTokens / 32;  // passes
   constexpr int kAhead = kFloats ? 4 : 2;  // steps whose scales are loaded together
   constexpr int kTurns = (kRows + Shape::kLoaders - 1) / Shape::kLoaders;
   const int thread = threadIdx.x - Shape::kConsumers;
@@ -292,20 +333,7 @@ __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, c
   };
   load_ahead(0);
   if (args.down) grid_dependency_wait();
-  const int chunk = thread % 16, token = thread / 16;
-  const uint32_t place =
-      shared_address(shared) + static_cast<uint32_t>(x_place<Shape::kXBytes>(token, chunk));
-  uint32_t from[kPasses];  // in 16 bytes
-  int passes = 0;
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int source = sources[token + i * kAtOnce];
-    if (source >= 0) passes = i + 1;
-    // Columns of padding hold anything, here a row that exists.
-    from[i] = static_cast<uint32_t>(source >= 0 ? source : max(sources[0], 0)) *
-                  static_cast<uint32_t>(args.x_row / 16) +
-              chunk;
-  }
+  const GatheredRows<kTokens, Shape::kLoaders, 16> x(args, shared, sources, thread);
   int stage = 0;
   uint32_t parity = 1;
 #pragma unroll 1
@@ -321,17 +349,7 @@ __device__ __forceinline__ void load_many(const W4MoeArgs& args, char* shared, c
     for (int step = base; step < min(base + kAhead, args.steps); ++step) {
       mbarrier_wait(freed + stage, parity);
       if (step >= kStages) load_weights(step, stage);
-      const bool real = step * kW4MoeStep + chunk * 8 < args.k;  // zeros behind the end of K
-      const uint32_t to = place + stage * Shape::kStageBytes;
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        if (pass % kTestEach == 0 && pass >= passes) break;
-        // The swizzle repeats after 8 tokens.
-        const uint32_t swizzled = to ^ pass * kAtOnce % 8 * 16;
-        async_copy_16(swizzled + pass * (kAtOnce * 128),
-                      args.x + static_cast<uint64_t>(from[pass]) * 16 + step * (kW4MoeStep * 2),
-                      real);
-      }
+      x.copy(args, stage * Shape::kStageBytes, step);
       char* const scales =
           shared + stage * Shape::kStageBytes + Shape::kXBytes + Shape::kWeightBytes + thread * 16;
 #pragma unroll

@@ -22,6 +22,7 @@ SIZES = {
 OTHERS = [
     ("linear_act", {"bias": False}),
     ("gated_linear", {"act": "gelu_tanh", "bias": True}),
+    ("gated_linear", {"bias": True, "blocks": True, "N": 128, "K": 384}),
     ("fused_mlp", {"gated": False, "act": "relu", "residual": False}),
     ("linear_act_backward", {"act": "none", "bias": False}),
     ("linear_act_backward", {"act": "silu"}),
@@ -37,13 +38,14 @@ def case(op, dtype="bfloat16", **params):
 @pytest.mark.parametrize(("op", "params"), [*((op, {}) for op in SIZES), *OTHERS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_torch_and_our_reference_agree_with_float64(op, params, dtype):
-    dtype = "bfloat16" if op == "fp8_linear" else dtype  # of its result
+    float8 = op == "fp8_linear" or "blocks" in params
+    dtype = "bfloat16" if float8 else dtype  # of its result
     bench, problem = BENCHES[op], case(op, dtype, **params)
     assert bench.invalid(problem.params) is None
     inputs = bench.make(problem, "cpu", 3)
     expected = bench.reference(problem, inputs)
     launches = [impl.prepare(problem, inputs) for impl in ours.impls(bench, ["ref"])]
-    if op != "fp8_linear":  # torch has that product of rows for a GPU only
+    if not float8:  # torch has that product of rows for a GPU only
         launches.append(ADAPTERS["torch"][op](problem, inputs))
     unit = torch.finfo(getattr(torch, dtype)).eps / 2
     for launch in launches:
@@ -78,6 +80,7 @@ def test_wrong_parameters_are_named():
     for op, params, text in (
         ("gated_linear", {"act": "none"}, "`act` must be one of silu"),
         ("gated_linear", {"M": 0}, "positive"),
+        ("gated_linear", {"blocks": True}, "N and K must be multiples of 128"),
         ("fused_mlp", {"gated": 1}, "gated, residual must be true or false"),
         ("linear_act_backward", {"bias": "yes"}, "bias must be true or false"),
         ("linear_act", {"residual": 1}, "`residual` must be true or false"),

@@ -56,6 +56,23 @@ def test_grouped_products_agree_with_float64(op):
             BENCHES[op].check(inputs, expected, wrong, launch)
 
 
+@pytest.mark.parametrize(
+    ("format", "float8"), [("mxfp4", False), ("nvfp4", False), ("mxfp4", True), ("int4", True)]
+)
+def test_four_bit_experts_agree_with_float64(format, float8):  # noqa: A002
+    sizes = {"T": 40, "E": 3, "k": 2, "H": 256, "I": 128}
+    problem, inputs, expected, launch = solved(
+        "w4_moe", sizes | {"format": format, "float8": float8}
+    )
+    outputs = launch.run()
+    error = BENCHES["w4_moe"].check(inputs, expected, outputs, launch)
+    assert error.rms < (0.044 if float8 else 8e-3)
+    with pytest.raises(WrongResult):
+        BENCHES["w4_moe"].check(inputs, expected, (outputs[0] * 1.5,), launch)
+    wrong = problem.params | {"format": "nvfp4", "float8": True}
+    assert "nvfp4" in BENCHES["w4_moe"].invalid(wrong)
+
+
 FLOAT8 = {"M": 70, "E": 3, "N": 128, "K": 256, "capacity": 0, "aligned": False}
 
 

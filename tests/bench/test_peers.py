@@ -33,6 +33,7 @@ PACKAGES = {
     "flashinfer.from_probs": ("flashinfer", "flashinfer-python"),
     "flashinfer.xqa": ("flashinfer", "flashinfer-python"),
     "flashqla": ("flash_qla", "flash-qla"),
+    "humming": ("humming", "humming-kernels"),
     "liger": ("liger_kernel", "liger-kernel"),
     "quack": ("quack", "quack-kernels"),
     "quack.tuned": ("quack", "quack-kernels"),

@@ -5,6 +5,8 @@ import pytest
 import torch
 from support.index_fuzz import CASES, Draw, reference, run
 
+import tiercel
+
 pytestmark = pytest.mark.torch
 
 FUZZED = ("w4_moe",)
@@ -30,7 +32,10 @@ def test_w4_moe(case):
         halves += [bits(experts, rows, columns // 2), bits(experts, rows, columns // 32) % 4 + 121]
     x, weights = draw.normal(tokens, 128), draw.uniform(tokens, k)
     gate = (None, draw.normal(experts, 128), "silu", 1.0, 0.0, False, expert_map)
-    args = (x, *halves, weights, ids, "mxfp4", *gate, None, None, None, None, None)
+    x_scale = None
+    if draw.of(False, True):
+        x, x_scale = tiercel.ref.fp8_quantize(x)
+    args = (x, *halves, weights, ids, "mxfp4", *gate, None, None, None, None, x_scale, None)
     due = reference("w4_moe")(*args).float()
     got, _ = run("w4_moe", *args)
     error = (got.float() - due).square().mean().sqrt()

@@ -259,6 +259,7 @@ def block_scaled(m, n, k):
 
 BLOCK_TILES = [
     (64, 64, True),
+    (64, 96, True),
     (128, 64, True),
     (128, 128, False),
     (128, 144, False),

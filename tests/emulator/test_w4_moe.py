@@ -53,8 +53,8 @@ def check(
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
     alpha, limit = values.get("alpha", 1.0), values.get("limit", 0.0)
     rest = (block, experts, FORMATS.index(up.format), ACTIVATIONS.index(activation))
-    kernels.w4_moe_up(x, *up.native, ids, *lists, middle, *rest, interleaved, alpha, limit)
-    kernels.w4_moe_down(middle, *down.native, ids, *lists, out, *rest[:3])
+    kernels.w4_moe_up(x, *up.native, None, ids, *lists, middle, *rest, interleaved, alpha, limit)
+    kernels.w4_moe_down(middle, *down.native, None, ids, *lists, out, *rest[:3])
     for element, expert in enumerate(ids.flatten().tolist()):
         if not 0 <= expert < experts:
             assert not out[element].any()
@@ -142,7 +142,7 @@ def run(x, up, down, weights, ids, activation, **more):
     return sm90("w4_moe")(
         *(x, *order, named["up_bias"], named["down_bias"], activation),
         *(given["alpha"], given["limit"], given["interleaved"], given["expert_map"]),
-        *(named["up_zero_point"], named["down_zero_point"], up.factor, down.factor, None),
+        *(named["up_zero_point"], named["down_zero_point"], up.factor, down.factor, None, None),
     )
 
 

@@ -69,7 +69,12 @@ def test_sizes(m, n, k):
     check(m, n, k)
 
 
-CONFIGS = [(64, 64, True), (128, 64, True), *((128, n, False) for n in (128, 144, 192, 256))]
+CONFIGS = [
+    (64, 64, True),
+    (64, 96, True),
+    (128, 64, True),
+    *((128, n, False) for n in (128, 144, 192, 256)),
+]
 
 
 @pytest.mark.parametrize(("tile_m", "tile_n", "split_k"), CONFIGS)

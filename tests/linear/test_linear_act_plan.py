@@ -4,6 +4,7 @@
 import pytest
 from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
+import tiercel
 from tiercel import _C
 
 NONE, RELU, SILU, GELU, GELU_TANH = range(5)
@@ -310,6 +311,7 @@ def test_scales_of_blocks_have_a_plan(m):
     [
         (1, 4096, 12288, "64x64_split_k", 3),
         (16, 7168, 16384, "64x64_split_k", 2),
+        (64, 24576, 4096, "64x96_split_k", 1),
         (128, 7168, 16384, "128x64_split_k", 1),
         (256, 7168, 16384, "128x128", 1),
         (128, 24576, 4096, "128x192_alone", 1),
@@ -318,9 +320,21 @@ def test_scales_of_blocks_have_a_plan(m):
         (4096, 24576, 4096, "128x256", 1),
     ],
 )
-def test_choices_for_scales_of_blocks_that_were_measured(m, n, k, kernel, splits):
+def test_choices_for_scales_of_blocks(m, n, k, kernel, splits):
     got = blocks(ExchangeTensor, m, n, k)
     assert got["kernel"] == "linear_act_blocks_fp8_" + kernel and got["splits"] == splits
+
+
+def test_tiles_of_96_columns_for_scales_of_blocks():
+    """They fill one wave of two blocks a multiprocessor; never in the batch-invariant mode,
+    since tiles of other widths than 64 have other bits."""
+    for m in (1, 16, 64):
+        got = blocks(ExchangeTensor, m, 24576, 4096)
+        assert (got["tile_n"], got["grid"]) == (96, 256)
+        for n, k in ((36864, 7168), (51200, 5120), (7168, 16384), (2112, 7168)):
+            assert blocks(ExchangeTensor, m, n, k)["tile_n"] == 64
+        with tiercel.batch_invariant():
+            assert blocks(ExchangeTensor, m, 24576, 4096)["tile_n"] == 64
 
 
 def test_wrong_scales_of_blocks(make):

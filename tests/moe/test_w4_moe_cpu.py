@@ -168,6 +168,65 @@ def test_bad_arguments_are_named(wrong, error, text):
     assert str(info.value) == f"w4_moe: {text}"
 
 
+def quantized(x):
+    """Arguments of float8."""
+    values, scale = tiercel.fp8_quantize(x)
+    return {"x": values, "x_scale": scale}
+
+
+@pytest.mark.parametrize("layout", ["mxfp4", "int4-32-zero"])
+def test_float8_activations(layout):
+    up = Experts(layout, 3, 128, 128, torch.bfloat16, "cpu", rounded=False)
+    down = Experts(layout, 3, 128, 64, torch.bfloat16, "cpu", rounded=False)
+    named = arguments(up, down, torch.randn(7, 128).bfloat16())
+    named |= quantized(named["x"])
+    got = tiercel.w4_moe(**named)
+    assert got.dtype == torch.bfloat16
+    rows = named["x"].double() * named["x_scale"].double()
+    due = torch.zeros(7, 128, dtype=torch.float64)
+    for token, experts in enumerate(named["topk_ids"].tolist()):
+        for choice, e in enumerate(experts):
+            inner = gate(up.product(rows[token], e)[0], "silu", False, 1.0, 0.0).bfloat16()
+            values, scale = tiercel.fp8_quantize(inner[None])
+            inner = (values.double() * scale.double())[0]
+            due[token] += down.product(inner, e)[0] * named["topk_weights"][token, choice].double()
+    torch.testing.assert_close(got.double(), due, rtol=1e-2, atol=1e-2)
+    # One scale of all rows is as good as one for each.
+    one = {"x_scale": torch.tensor(0.25)}
+    each = {"x_scale": torch.full((7,), 0.25)}
+    assert torch.equal(tiercel.w4_moe(**named | one), tiercel.w4_moe(**named | each))
+
+
+X8 = torch.zeros(2, 64).to(torch.float8_e4m3fn)
+SCALE = torch.ones(2, 1)
+BAD_FLOAT8 = [
+    ({"x": X8}, TypeError, "`x` must have dtype bfloat16 or float16, got float8_e4m3fn"),
+    ({"x_scale": SCALE}, TypeError, "`x` must have dtype float8_e4m3fn, got bfloat16"),
+    (
+        {"x": X8, "x_scale": torch.ones(3)},
+        ValueError,
+        "`x_scale` must have 1 or T = 2 elements, got shape [3]",
+    ),
+    (
+        {"x": X8, "x_scale": SCALE, "layout": "nvfp4"},
+        ValueError,
+        "`format` must be 'mxfp4' or 'int4' where `x` is float8_e4m3fn, got 'nvfp4'",
+    ),
+    (
+        {"x": X8, "x_scale": SCALE, "layout": "int4-32", "w_up_scale": HALVES.half()},
+        TypeError,
+        "`w_up_scale` must have dtype bfloat16, got float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD_FLOAT8)
+def test_bad_float8_arguments_are_named(changes, error, text):
+    with pytest.raises(error) as info:
+        call(**changes)
+    assert str(info.value) == f"w4_moe: {text}"
+
+
 def test_bad_widths_are_named():
     with pytest.raises(ValueError, match=r"w4_moe: `x` must have a multiple of 32 values a row"):
         call(

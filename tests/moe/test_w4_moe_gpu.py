@@ -117,6 +117,42 @@ def test_float16(tokens, layout):
     check(layer, tokens, 4, 2, 256, torch.float16)
 
 
+def check_float8(layer, tokens, experts, k, hidden, **options):
+    """Against float64 of the same float8 activations, but for those between the halves."""
+    x, x_scale = tiercel.fp8_quantize(torch.randn(tokens, hidden, device="cuda").bfloat16())
+    weights, ids = routed(tokens, experts, k)
+    got = layer(x, weights, ids, x_scale=x_scale, **options)
+    due, sizes = layer.truth(x.double() * x_scale.double(), weights, ids, **options)
+    error = got.double() - due
+    assert got.dtype == torch.bfloat16 and torch.isfinite(got).all()
+    # e4m3's rounding of what is between the halves, up to 2^-4; its errors differ in sign.
+    assert (error.abs() <= 2.0**-8 * due.abs() + 2.0**-4 * sizes + 2.0**-20).all()
+    assert error.square().mean() <= (2.0**-4.5 * due).square().mean()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layout", ["mxfp4", "int4-32", "int4-64-zero", "int4-128"])
+def test_float8_activations(layout):
+    for hidden, inner in [(128, 128), (256, 384), (640, 128)]:
+        layer = Layer(layout, 5, hidden, inner)
+        for tokens in (1, 8, 9, 33, 150):
+            check_float8(layer, tokens, 5, 2, hidden)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300, 1024])
+def test_gpt_oss_with_float8_activations(tokens):
+    check_float8(Layer("mxfp4", 32, 2880, 2880), tokens, 32, 4, 2880, **GPT_OSS)
+
+
+def test_float8_bits_agree_every_time():
+    layer = Layer("mxfp4", 32, 2880, 2880)
+    x, x_scale = tiercel.fp8_quantize(torch.randn(700, 2880, device="cuda").bfloat16())
+    weights, ids = routed(700, 32, 4)
+    due = layer(x, weights, ids, x_scale=x_scale, **GPT_OSS)
+    for _ in range(20):
+        assert torch.equal(layer(x, weights, ids, x_scale=x_scale, **GPT_OSS), due)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("tokens", [4, 40, 400])
 def test_expert_map_and_ids_of_no_expert(tokens):

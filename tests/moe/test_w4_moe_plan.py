@@ -37,6 +37,7 @@ def plan(make, half="up", kind=MXFP4, tokens=64, block=32, activation=SILU, **ch
         "zero_point": None,
         "global_scale": None,
         "bias": None,
+        "x_scale": None,
         "ids": make(tokens, k, dtype="int64"),
         "sorted_token_ids": lists[0],
         "expert_ids": lists[1],
@@ -105,6 +106,64 @@ def test_blocks_of_64(make):
         got = plan(make, kind=kind, block=64)
         assert (got["tokens"], got["rows"], got["block"]) == (64, 128, 320)
         assert 2 * (got["dynamic_smem"] + 2048) <= 228 * 1024  # two thread blocks fit
+
+
+def float8(make, half="up", kind=MXFP4, tokens=64, **changes):
+    """A plan with float8 activations."""
+    rows = tokens if half == "up" else tokens * 4
+    given = {
+        "x": make(rows, 2880, dtype="float8_e4m3fn"),
+        "x_scale": make(rows, 1, dtype="float32"),
+    }
+    if kind == INT4:
+        shape = (32, 5760 if half == "up" else 2880, 45)
+        given["scale"] = make(*shape, dtype="bfloat16")
+    return plan(make, half, kind, tokens, **given | changes)
+
+
+@pytest.mark.parametrize("kind", [MXFP4, INT4])
+@pytest.mark.parametrize("half", ["up", "down"])
+def test_float8(half, kind):
+    rows = 5760 if half == "up" else 2880
+    for tokens, block in ((1, 0), (16, 8), (64, 16), (64, 32), (256, 64), (4096, 128)):
+        got = float8(ExchangeTensor, half, kind, tokens, block=block)
+        small = block <= 32
+        name = "e2m1" if kind == MXFP4 else "int4, group=32"
+        assert got["kernel"] == f"w4_moe_float8<{name}, tokens={32 if small else 128}>"
+        assert (got["tokens"], got["rows"], got["parts"]) == (block or 8, 128, 1)
+        alone = not small or kind == INT4
+        assert got["block"] == (384 if alone else 320)
+        assert (1 if alone else 2) * (got["dynamic_smem"] + 2048) <= 227 * 1024
+        assert got["grid"] == got["blocks"] * -(-rows // 128)
+
+
+def test_float8_groups_of_128(make):
+    """They have kernels that scale less often."""
+    sizes = {
+        "x": make(64, 2944, dtype="float8_e4m3fn"),
+        "weight": make(32, 5760, 1472, dtype="uint8"),
+        "scale": make(32, 5760, 23, dtype="bfloat16"),
+    }
+    got = float8(make, kind=INT4, block=128, **sizes)
+    assert got["kernel"] == "w4_moe_float8<int4, group=128, tokens=128>"
+
+
+def test_bad_float8_arguments(make):
+    with pytest.raises(ValueError, match="`format` must be mxfp4 or int4 where `x` is float8"):
+        float8(make, kind=NVFP4, scale=make(32, 5760, 180, dtype="float8_e4m3fn"))
+    with pytest.raises(TypeError, match="`x` must have dtype float8_e4m3fn, got bfloat16"):
+        float8(make, x=make(64, 2880, dtype="bfloat16"))
+    with pytest.raises(TypeError, match="`x` must have dtype bfloat16 or float16"):
+        float8(make, x_scale=None)
+    with pytest.raises(TypeError, match="`x_scale` must have dtype float32"):
+        float8(make, x_scale=make(64, 1, dtype="bfloat16"))
+    text = r"`x_scale` must have one element or one for each row of `x`, 64, got shape \[63\]"
+    with pytest.raises(ValueError, match=text):
+        float8(make, x_scale=make(63, dtype="float32"))
+    with pytest.raises(TypeError, match="`out` must have dtype bfloat16"):
+        float8(make, out=make(256, 2880, dtype="float16"))
+    with pytest.raises(TypeError, match="`scale` must have dtype bfloat16"):
+        float8(make, kind=INT4, scale=make(32, 5760, 45, dtype="float16"))
 
 
 def test_without_a_gate(make):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of batch_rows.py for what trains with float8."""
+"""The cases of batch_rows.py for what trains with float8, and for layers that take it as well."""
 
 import torch
-from support.batch_rows import Rows, case
+from support.batch_rows import Rows, case, routed
 
 import tiercel
 
@@ -36,3 +36,27 @@ def fp8_quantize_transpose(source):
         return q.view(torch.uint8), scale
 
     return Rows(1000, run)
+
+
+@case("gated_linear", "blocks", n=1408, k=4096)
+@case("gated_linear", "blocks-long", n=512, k=7168)
+def gated_linear(source, n, k):
+    x, weight = source.normal(2500, k), source.normal(2 * n, k, factor=0.02)
+    quantized, scale = tiercel.fp8_quantize(weight, "128x128")
+    return Rows(2500, lambda rows: (tiercel.gated_linear(x[rows], quantized, weight_scale=scale),))
+
+
+@case("w4_moe", "float8")
+def w4_moe(source):
+    x, weights, ids, up, down = routed(source)
+    x, x_scale = tiercel.fp8_quantize(x)
+    halves = []
+    for experts, rows, columns in (up.shape, down.shape):
+        codes = source.whole(256, experts, rows, columns // 2, dtype=torch.uint8)
+        halves += [codes, source.whole(4, experts, rows, columns // 32, dtype=torch.uint8) + 121]
+
+    def run(rows):
+        given = (x[rows], *halves, weights[rows], ids[rows])
+        return (tiercel.w4_moe(*given, x_scale=x_scale[rows]),)
+
+    return Rows(len(x), run)

@@ -291,7 +291,7 @@ def nvfp4_gemv(source):
 _EXPERTS, _TOP, _HIDDEN, _INNER = 16, 4, 1024, 512
 
 
-def _routed(source, tokens=2000):
+def routed(source, tokens=2000):
     x = source.normal(tokens, _HIDDEN)
     weights, ids = tiercel.topk_softmax(source.normal(tokens, _EXPERTS), _TOP, renormalize=True)
     up = source.normal(_EXPERTS, 2 * _INNER, _HIDDEN, factor=0.03)
@@ -303,7 +303,7 @@ def _routed(source, tokens=2000):
 @case("fused_moe", "rows", tiles="row")
 @case("fused_moe", "blocks", tiles="128x128")
 def fused_moe(source, tiles=None):
-    x, weights, ids, up, down = _routed(source)
+    x, weights, ids, up, down = routed(source)
     scales = {}
     if tiles is not None:
         (up, up_scale), (down, down_scale) = (_quantized_experts(w, tiles) for w in (up, down))
@@ -324,7 +324,7 @@ def _quantized_experts(w, tiles):
 
 @case("w4_moe")
 def w4_moe(source):
-    x, weights, ids, up, down = _routed(source)
+    x, weights, ids, up, down = routed(source)
     halves = []
     for experts, rows, columns in (up.shape, down.shape):
         codes = source.whole(256, experts, rows, columns // 2, dtype=torch.uint8)
@@ -339,7 +339,7 @@ def w4_moe(source):
 @case("moe_up")
 @case("moe_up", "128", block=128)
 def moe_up(source, block=64):
-    x, _, ids, up, _ = _routed(source)
+    x, _, ids, up, _ = routed(source)
 
     def run(rows):
         lists = tiercel.moe_align_block_size(ids[rows], block, _EXPERTS)
@@ -351,7 +351,7 @@ def moe_up(source, block=64):
 @case("moe_down")
 @case("moe_down", "128", block=128)
 def moe_down(source, block=64):
-    _, weights, ids, _, down = _routed(source)
+    _, weights, ids, _, down = routed(source)
     inner = source.normal(len(ids), _TOP, _INNER)
 
     def run(rows):

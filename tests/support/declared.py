@@ -29,6 +29,8 @@ _FLOAT8 = {
     "moe_up": ("x", "w_up"),
     "moe_down": ("x", "w_down"),
     "w4_linear": ("x",),
+    "w4_moe": ("x",),
+    "fused_mlp": ("up_weight", "down_weight"),
 }
 
 
@@ -56,6 +58,14 @@ _GROUPED_FLOAT8 = {
     "w_scale": lambda values: _of_weights(values["w"]),
 }
 
+_BLOCKS_FLOAT8 = {
+    "x": lambda values: _float8(values["x"]),
+    "weight": lambda values: _float8(values["weight"]),
+    "x_scale": lambda values: _ones(*values["x"].shape),
+    "weight_scale": lambda values: _ones(_blocks(len(values["weight"])), values["weight"].shape[1]),
+    "bias": lambda values: None if values["bias"] is None else values["bias"].bfloat16(),
+}
+
 # Options with which a public function calls other operators; a function makes one of the arguments.
 _OPTIONS = (
     {},
@@ -73,6 +83,7 @@ _OPTIONS = (
     {"return_entropy": True, "label_smoothing": 0.0},
     {"return_entropy": True, "label_smoothing": 0.0, "reduction": "mean"},
     {"scaling_factor": 2.0},
+    _BLOCKS_FLOAT8,
     _GROUPED_FLOAT8,
     _GROUPED_FLOAT8
     | {
@@ -118,7 +129,10 @@ def _with_scales(op, values, missing):
     if values.get("x") is not None and values["x"].dtype == torch.float16:
         values["x"] = values["x"].bfloat16()
     for name in missing:
-        if "moe" in op:
+        if op == "fused_mlp":  # of blocks
+            rows, columns = values[name.replace("scale", "weight")].shape
+            shape = (_blocks(rows), _blocks(columns))
+        elif "moe" in op:
             shape = (values[name.removesuffix("_scale")].shape[0], 1)
         else:
             shape = (values["key"].shape[1] if "key" in values else 1,)
@@ -158,11 +172,14 @@ def public_calls(op):
     chosen = covering(spec, [values for _, values in made])
     given = set().union(*(_given(spec, values) for values in chosen))
     missing = [t.name for t in spec.tensors if t.optional and t.name not in given]
-    if missing:
-        make = (
-            functools.partial(_with_scales, op) if op in _FLOAT8 else functools.partial(_made, spec)
-        )
-        chosen.append(make(chosen[0], missing))
+    scales = [name for name in missing if op in _FLOAT8 and name.endswith("scale")]
+    others = [name for name in missing if name not in scales]
+    values = chosen[0]
+    if others:
+        values = _made(spec, values, others)
+        chosen.append(values)
+    if scales:
+        chosen.append(_with_scales(op, values, scales))
     return chosen
 
 

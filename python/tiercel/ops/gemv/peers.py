@@ -4,7 +4,7 @@
 PyTorch has no such product on this GPU: it multiplies what the weights stand for, made bfloat16
 beforehand, which they fit exactly. vLLM's is Marlin, with weights and scales put into its own order
 beforehand; it has vectors of bfloat16 only, and for w4_linear activations of float8. Its Machete
-takes int4, also in an order of its own.
+takes int4, also in an order of its own, as Humming and quack do all formats.
 """
 
 from __future__ import annotations
@@ -193,6 +193,49 @@ def _machete_w4(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run)
 
 
+def _quack_w4(case: Any, inputs: dict[str, Any]) -> Launch:
+    """Its product of 16-bit activations in the configuration that it chooses."""
+    from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
+
+    if case["float8"]:
+        raise Unsupported("with float8 activations its whole numbers are -7 to 7, without MXFP4")
+    if case["N"] % 128 or case["K"] % 128:
+        raise Unsupported("N and K must be multiples of 128")
+    x, kind = inputs["x"], case["format"]  # int4's groups are of 128 values
+    weight, scale = prepare_w4_weight(inputs["weight"], inputs["scale"], wformat=kind)
+    return Launch(run=lambda: (gemm_w4a16(x, weight, scale, wformat=kind),))
+
+
+# The schemas of its checkpoints.
+_HUMMING: dict[str, dict[str, Any]] = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+}
+
+
+def _humming_w4(case: Any, inputs: dict[str, Any]) -> Launch:
+    """A layer with 16-bit activations in the configuration that it chooses."""
+    import torch
+    from humming.layer import HummingLayer
+
+    kind = case["format"]
+    if kind not in _HUMMING or case["float8"]:
+        raise Unsupported("this adapter is for MXFP4 and int4 with 16-bit activations")
+    x, weight, scale = (inputs[name] for name in ("x", "weight", "scale"))
+    tensors = {"weight": weight, "weight_scale": scale}
+    if kind == "int4":  # [K / 8, N] and [K / 128, N]
+        tensors = {"qweight": weight.view(torch.int32).t(), "scales": scale.t()}
+    layer = HummingLayer(
+        shape_n=case["N"],
+        shape_k=case["K"],
+        weight_config=dict(_HUMMING[kind]),
+        torch_dtype=torch.bfloat16,
+    ).to(x.device)
+    layer.load_from_tensors({name: t.contiguous() for name, t in tensors.items()})
+    layer.transform()
+    return Launch(run=lambda: (layer(x),))
+
+
 def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
     matrices, vectors = _batches(inputs)
@@ -220,4 +263,6 @@ ADAPTERS = {
         "w4_linear": _vllm_w4,
     },
     "vllm.machete": {"w4_linear": _machete_w4},
+    "humming": {"w4_linear": _humming_w4},
+    "quack": {"w4_linear": _quack_w4},
 }

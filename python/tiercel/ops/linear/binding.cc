@@ -45,15 +45,16 @@ constexpr LinearActCall Gated() {
 constexpr Field<LinearActCall> kGatedFields[] = {kX, kWeight, kBias, kOut, kActivation};
 constexpr Parameters<LinearActCall> kGated{"gated_linear", kGatedFields, Gated()};
 
+constexpr auto kXScale = Tensor<&LinearActCall::x_scale>("x_scale");
+constexpr auto kWeightScale = Tensor<&LinearActCall::w_scale>("weight_scale");
+constexpr auto kConfig = MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig));
+constexpr Field<LinearActCall> kGatedFp8Fields[] = {kX,    kWeight, kXScale,     kWeightScale,
+                                                    kBias, kOut,    kActivation, kConfig};
+constexpr Parameters<LinearActCall> kGatedFp8{"gated_linear", kGatedFp8Fields, Gated()};
+
 constexpr Field<LinearActCall> kFp8Fields[] = {
-    kX,
-    kWeight,
-    Tensor<&LinearActCall::x_scale>("x_scale"),
-    Tensor<&LinearActCall::w_scale>("weight_scale"),
-    kBias,
-    kOut,
-    kActivation,
-    MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
+    kX,    kWeight, kXScale,     kWeightScale,
+    kBias, kOut,    kActivation, MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
 };
 constexpr Parameters<LinearActCall> kFp8{"fp8_linear", kFp8Fields};
 
@@ -125,6 +126,8 @@ constexpr Function kFunctions[] = {
     PlanOf<kLinear, linear_act_plan, kPlan>("linear_act_plan"),
     LaunchOf<kGated, linear_act>("gated_linear", kFills),
     PlanOf<kGated, linear_act_plan, kPlan>("gated_linear_plan"),
+    LaunchOf<kGatedFp8, linear_act>("gated_linear_fp8", kFills),
+    PlanOf<kGatedFp8, linear_act_plan, kPlan>("gated_linear_fp8_plan"),
     LaunchOf<kFp8, linear_act>("fp8_linear", kFills),
     PlanOf<kFp8, linear_act_plan, kPlan>("fp8_linear_plan"),
     LaunchOf<kGradient, linear_gradient>(

@@ -39,6 +39,8 @@ def _random(case: Any, device: str, seed: int) -> Any:
 
 
 def _make_gated(case: Any, device: str, seed: int) -> Inputs:
+    if case["blocks"]:
+        return _make_fp8(case, device, seed, parts=2)
     random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
     bias = random(2 * n) if case["bias"] else None
     return {"x": random(m, k), "weight": random(2 * n, k, scale=k**-0.5), "bias": bias}
@@ -50,10 +52,53 @@ def _gate(case: Any, both: Any) -> Any:
 
 
 def _gated_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
-    both = inputs["x"].double() @ inputs["weight"].double().T
-    if inputs["bias"] is not None:
-        both += inputs["bias"].double()
-    return (_gate(case, both),)
+    return (_gate(case, _sums(inputs)),)
+
+
+def _sums(inputs: Inputs) -> Any:
+    """x @ weight.T + bias in float64, of float8 operands times their scales."""
+    x, weight = (
+        inputs[name].double()
+        if f"{name}_scale" not in inputs
+        else inputs[name].double() * _of_values(inputs[f"{name}_scale"], *inputs[name].shape, down)
+        for name, down in (("x", 1), ("weight", SCALE_BLOCK))
+    )
+    sums = x @ weight.T
+    return sums if inputs["bias"] is None else sums.add_(inputs["bias"].double())
+
+
+def _call_gated(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = ("x_scale", "weight_scale") if case["blocks"] else ()
+    options = {"activation": case["act"], **{name: inputs[name] for name in names}}
+    return (inputs["x"], inputs["weight"], inputs["bias"]), options
+
+
+def _gated_out(case: Any, inputs: Inputs) -> Any:
+    import torch
+
+    dtype = torch.bfloat16 if case["blocks"] else inputs["x"].dtype
+    return inputs["x"].new_empty(case["M"], case["N"], dtype=dtype)
+
+
+def _gated_bytes(case: Any) -> int:
+    size, scales = _ELEMENT, 0.0
+    if case["blocks"]:
+        size = 1
+        scales = _elements(case, ("MK", 4 / SCALE_BLOCK), ("NK", 8 / SCALE_BLOCK**2))
+    return round(_elements(case, ("MK", size), ("NK", 2 * size), ("MN", _ELEMENT)) + scales)
+
+
+def _gated_invalid(params: Mapping[str, Any]) -> str | None:
+    if not isinstance(params["blocks"], bool):
+        return "`blocks` must be true or false"
+    why = _sizes(params, GATES)
+    if (
+        why is None
+        and params["blocks"]
+        and (params["K"] % SCALE_BLOCK or params["N"] % SCALE_BLOCK)
+    ):
+        return "N and K must be multiples of 128 with scales of blocks"
+    return why
 
 
 def _make_mlp(case: Any, device: str, seed: int) -> Inputs:
@@ -95,10 +140,12 @@ FP8_ACTIVATIONS = ("none", *GATES)
 _FP8_MAX, SCALE_BLOCK = 448, 128
 
 
-def _make_fp8(case: Any, device: str, seed: int) -> Inputs:
+def _make_fp8(case: Any, device: str, seed: int, parts: int = 1) -> Inputs:
+    """`parts`: rows of the weight for a column of the result."""
     import torch
 
     random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
+    n *= parts
 
     def quantized(rows: int, factor: float, down: int) -> tuple[Any, Any]:
         values = random(rows, k).float()
@@ -146,14 +193,7 @@ def _call_fp8(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _fp8_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
-    x, weight = (
-        inputs[name].double() * _of_values(inputs[f"{name}_scale"], *inputs[name].shape, down)
-        for name, down in (("x", 1), ("weight", SCALE_BLOCK))
-    )
-    sums = x @ weight.T
-    if inputs["bias"] is not None:
-        sums += inputs["bias"].double()
-    return (activate(case["act"], sums),)
+    return (activate(case["act"], _sums(inputs)),)
 
 
 def _ours_backward(case: Any, inputs: Inputs, backend: str) -> Launch:
@@ -216,12 +256,17 @@ BENCHES = [
     OpBench(
         family="linear",
         op="gated_linear",
-        params={"M": None, "N": None, "K": None, "act": "silu", "bias": False},
-        invalid=lambda params: _sizes(params, GATES),
+        params={
+            **dict.fromkeys("MNK"),
+            "act": "silu",
+            "bias": False,
+            "blocks": False,
+        },
+        invalid=_gated_invalid,
         make=_make_gated,
-        call=lambda case, i: ((i["x"], i["weight"], i["bias"]), {"activation": case["act"]}),
-        out=lambda case, inputs: inputs["x"].new_empty(case["M"], case["N"]),
-        bytes_moved=lambda c: _ELEMENT * _elements(c, ("MK", 1), ("NK", 2), ("MN", 1)),
+        call=_call_gated,
+        out=_gated_out,
+        bytes_moved=_gated_bytes,
         flops=lambda case: 2 * _elements(case, ("MNK", 2)),
         reference=_gated_reference,
         check=_check,

@@ -64,7 +64,16 @@ _FP8_LINEAR = Op(
 )
 
 
-def _quantized(x: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
+def quantized_blocks(
+    op: str, x: Tensor, x_scale: Tensor | None, backend: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """float8 rows and their scales per 1x128 values, of those or of 16-bit ones."""
+    if x_scale is not None or not isinstance(x, Tensor):
+        return x, x_scale
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x, x_scale
+    if x.dim() == 0:
+        raise ValueError(f"{op}: `x` must have at least 1 dimension, got 0")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, scale = fp8_quantize(rows, "1x128", backend=backend)
     return values.view(x.shape), scale
@@ -120,8 +129,7 @@ def fp8_linear(
         >>> x8, x_scale = tiercel.fp8_quantize(x, "row")
         >>> y = tiercel.fp8_linear(x8, w8, x_scale, w_scale)
     """
-    if x_scale is None and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
-        x, x_scale = _quantized(x, backend)
+    x, x_scale = quantized_blocks("fp8_linear", x, x_scale, backend)
     arguments = (x, weight, x_scale, weight_scale, bias, activation, backend)
     if out is None:
         result: Tensor = _FP8_LINEAR.pick()(*arguments)

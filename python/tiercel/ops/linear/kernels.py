@@ -186,3 +186,29 @@ GATED_LINEAR = Op(
     method=_METHOD,
     gradient=Gradient(backward.save, partial(backward.gradients, True)),
 )
+
+
+def _launch_gated_fp8(native: Callable[..., Any], call: Call) -> Any:
+    call = _matrices(call)
+    call.x_scale = as_matrix(call.x_scale)
+    call.weight_scale = call.weight_scale.contiguous()
+    return GATED_LINEAR_FP8.launch(native, call)
+
+
+GATED_LINEAR_FP8 = Op(
+    spec.GATED_LINEAR_FP8,
+    sm90=Native(
+        _C.gated_linear_fp8,
+        _C.gated_linear_fp8_plan,
+        ("x", "weight", "x_scale", "weight_scale", "bias", "out", _INDEX),
+        "TMA and wgmma; each 128 of K is scaled into float32 sums, gated in the epilogue",
+        "cute",
+        ranks={"x": 2},
+        launch=_launch_gated_fp8,
+        sample=lambda call: {**two_rows(call), "x_scale": as_matrix(call.x_scale)[:2]},
+    ),
+    reference=lambda call: ref.gated_linear_fp8(
+        call.x, call.weight, call.x_scale, call.weight_scale, call.bias, activation=call.activation
+    ),
+    method=_METHOD,
+)

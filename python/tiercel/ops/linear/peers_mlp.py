@@ -135,7 +135,29 @@ def _deepgemm_fp8(case: Any, inputs: Inputs) -> Launch:
     return Launch(run)
 
 
+def _deepgemm_gated(case: Any, inputs: Inputs) -> Launch:
+    """Its product, then vLLM's gate."""
+    from tiercel.workbench.bench.peers import deepgemm
+
+    if not case["blocks"] or case["bias"] or case["act"] != "silu":
+        raise Unsupported("it takes scales of blocks, no bias, and vLLM's gate is SiLU")
+    module, gate = deepgemm.module(), operator("_C", "silu_and_mul")
+    x, weight, x_scale, weight_scale, _ = inputs.values()
+    scale = x_scale.mT.contiguous().mT
+    out = _fp8_output(case, x)
+    both = out.new_empty(case["M"], 2 * case["N"])
+
+    def run() -> tuple[Any, ...]:
+        module.fp8_gemm_nt((x, scale), (weight, weight_scale), both)
+        gate(out, both)
+        return (out,)
+
+    return Launch(run)
+
+
 def _arguments(op: str, case: Any, inputs: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if op == "gated_linear" and case["blocks"]:
+        raise Unsupported("it has no gated product with scales of blocks")
     function, names, options = {
         "gated_linear": (gated_linear, ("x", "weight", "bias"), ("act",)),
         "fused_mlp": (fused_mlp, ("x", "up", "down", "residual"), ("act", "gated")),
@@ -172,7 +194,7 @@ def _compiled(op: str) -> Callable[[Any, Inputs], Launch]:
 
 _OPS = ("gated_linear", "fused_mlp", "linear_act_backward", "fp8_linear")
 ADAPTERS = {
-    "deepgemm": {"fp8_linear": _deepgemm_fp8},
+    "deepgemm": {"fp8_linear": _deepgemm_fp8, "gated_linear": _deepgemm_gated},
     "torch": {**{op: _torch(op) for op in _OPS}, "fp8_linear": _torch_fp8},
     "torch.compile": {op: _compiled(op) for op in _OPS},
     "vllm": {"fp8_linear": _vllm_fp8},

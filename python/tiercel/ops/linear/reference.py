@@ -77,6 +77,21 @@ def dequantized(
     return x.float() * of_x, weight.float() * of_weight
 
 
+def gated_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> Tensor:
+    """Reference of :func:`tiercel.gated_linear` with scales of blocks; in float32, rounded once."""
+    both = functional.linear(*dequantized(x, weight, x_scale, weight_scale))
+    gate, up = (both if bias is None else both + bias.float()).chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(torch.bfloat16)
+
+
 def fp8_linear_weight_grad(
     grad: Tensor,
     x: Tensor,

@@ -201,6 +201,38 @@ FP8_LINEAR_TRAINING = Spec(
 )
 
 
+def _check_gated_blocks(call: Call) -> None:
+    _check_halves(call)
+    x_shapes, w_shape = _block_scale_shapes(call.x, call.weight)
+    for name, shapes, text in (
+        ("x_scale", x_shapes, "[M, K / 128]"),
+        ("weight_scale", (w_shape,), "[2N / 128, K / 128]"),
+    ):
+        shape = tuple(getattr(call, name).shape)
+        if shape not in shapes:
+            raise ValueError(
+                f"gated_linear: `{name}` must have shape {text} = {list(shapes[-1])}, "
+                f"got {list(shape)}"
+            )
+
+
+# gated_linear of float8 operands with scales of blocks.
+GATED_LINEAR_FP8 = Spec(
+    "gated_linear_fp8",
+    Tensor("x", "... K", _FLOAT8, strided=True),
+    Tensor("weight", "2N K", _FLOAT8, strided=True),
+    Tensor("x_scale", "*", "float32", strided=True),
+    Tensor("weight_scale", "*", "float32", strided=True),
+    Tensor("bias", "2N", "bfloat16", strided=True, optional=True),
+    Str("activation", "silu", choices=GATES),
+    results=[Tensor("out", "... N", "bfloat16", rtol=1.2e-2, atol=8e-3)],
+    dims={"N": Dim("weight", 0, divisor=2)},
+    check=_check_gated_blocks,
+    limits="K a multiple of 16, N a multiple of 128",
+    gradient_of="gated_linear",
+)
+
+
 def _token_tiles(call: Call) -> int:
     return _across(math.prod(call.x.shape[:-1]))
 
@@ -218,20 +250,24 @@ FP8_LINEAR_TRAINING_KEEPING = FP8_LINEAR_TRAINING.changed(
 
 FUSED_MLP = Spec(
     "fused_mlp",
-    _X,
-    Tensor("up_weight", "H2 K", "x", strided=True),
-    Tensor("down_weight", "N H", "x", strided=True),
+    Tensor("x", "... K", HALVES, strided=True, dtype_with=("up_scale", "bfloat16")),
+    Tensor("up_weight", "H2 K", "x", strided=True, dtype_with=("up_scale", _FLOAT8)),
+    Tensor("down_weight", "N H", "x", strided=True, dtype_with=("down_scale", _FLOAT8)),
     Tensor("up_bias", "H2", "x", strided=True, optional=True),
     Tensor("down_bias", "N", "x", strided=True, optional=True),
     Str("activation", "silu", choices=ACTIVATIONS),
     Bool("gated", True),
     _RESIDUAL,
+    Tensor("up_scale", "*", "float32", strided=True, optional=True),
+    Tensor("down_scale", "*", "float32", strided=True, optional=True),
     results=[Tensor("out", "... N", "x")],
-    limits="as `linear_act`",
+    together=("up_scale", "down_scale"),
+    limits="as `linear_act`, or as `fp8_linear`",
     numerics=Numerics(
         2**-8,
         of="terms",
-        sums="two products; what is between them is rounded to the dtype",
+        sums="two products; what is between them is rounded to the dtype, and with scales "
+        "quantised as `x` is",
         batch_invariant=False,
         varies="the tiles, and splits of K, that are chosen by the number of rows",
     ),

@@ -13,6 +13,7 @@ constexpr Field<W4MoeCall> kUpFields[] = {
     Optional<&W4MoeCall::zero_point>("zero_point"),
     Optional<&W4MoeCall::global_scale>("global_scale"),
     Optional<&W4MoeCall::bias>("bias"),
+    Optional<&W4MoeCall::x_scale>("x_scale"),
     Tensor<&W4MoeCall::ids>("ids"),
     Optional<&W4MoeCall::sorted_token_ids>("sorted_token_ids"),
     Optional<&W4MoeCall::expert_ids>("expert_ids"),
@@ -29,8 +30,8 @@ constexpr Field<W4MoeCall> kUpFields[] = {
 constexpr Parameters<W4MoeCall> kUp{"w4_moe_up", kUpFields};
 
 constexpr auto kDownFields = [] {
-  Fields<W4MoeCall, 14> fields{};
-  for (size_t i = 0; i < 14; ++i) fields.fields[i] = kUpFields[i];
+  Fields<W4MoeCall, 15> fields{};
+  for (size_t i = 0; i < 15; ++i) fields.fields[i] = kUpFields[i];
   return fields;
 }();
 constexpr Parameters<W4MoeCall> kDown{"w4_moe_down", kDownFields.fields};

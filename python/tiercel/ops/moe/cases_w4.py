@@ -17,10 +17,12 @@ _GPT_OSS = {"activation": "silu_residual", "alpha": 1.702, "limit": 7.0, "interl
 def _invalid(params: Mapping[str, Any]) -> str | None:
     if params["format"] not in _GROUPS:
         return f"format must be one of {', '.join(_GROUPS)}"
+    if params["float8"] and params["format"] == "nvfp4":
+        return "float8 activations do not go with nvfp4"
     unit = 128 if params["format"] == "int4" else 64
     if params["H"] % unit or params["I"] % unit:
         return f"H and I must be multiples of {unit}"
-    sizes = {name: value for name, value in params.items() if name != "format"}
+    sizes = {name: value for name, value in params.items() if name not in ("format", "float8")}
     return cases.invalid(sizes)
 
 
@@ -47,8 +49,12 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     w_down, down_scale, down_bias = half(hidden, inner)
     weights = torch.rand(case["T"], case["k"], **options)
     scores = torch.rand(case["T"], experts, **options)
+    x, quantized = torch.randn(case["T"], hidden, **options).to(dtype), {}
+    if case["float8"]:
+        x_scale = x.float().abs().amax(-1, keepdim=True) / 448
+        x, quantized = (x / x_scale).to(torch.float8_e4m3fn), {"x_scale": x_scale}
     return {
-        "x": torch.randn(case["T"], hidden, **options).to(dtype),
+        "x": x,
         "w_up": w_up,
         "w_up_scale": up_scale,
         "w_down": w_down,
@@ -57,6 +63,7 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
         "topk_ids": scores.topk(case["k"]).indices.int(),
         "up_bias": up_bias,
         "down_bias": down_bias,
+        **quantized,
     }
 
 
@@ -73,18 +80,23 @@ def _reference(case: Any, inputs: Inputs) -> Any:
 
     wide = dict(inputs)
     wide["x"] = inputs["x"].double()
+    if case["float8"]:
+        wide["x"] *= wide.pop("x_scale").double()
     return ref.w4_moe(**wide, format=case["format"], **_GPT_OSS)
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     """In units of the dtype's rounding: one of int4's weights, one between the halves, one of each
-    expert's output, one of the sum."""
+    expert's output, one of the sum. With float8 activations those between the halves are rounded to
+    e4m3, by up to 2^-4 and about 2^-5.3 (root mean square)."""
     import torch
 
     (result,) = outputs
-    if result.shape != expected.shape or result.dtype != inputs["x"].dtype:
+    float8 = "x_scale" in inputs
+    due = torch.bfloat16 if float8 else inputs["x"].dtype
+    if result.shape != expected.shape or result.dtype != due:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
-    unit = torch.finfo(result.dtype).eps / 2
+    unit = 2.0**-5.5 if float8 else torch.finfo(result.dtype).eps / 2
     tolerance = 1.5 * unit * (expected.abs() + 6 * expected.square().mean().sqrt())
     return judged((result.double() - expected).abs(), expected, tolerance, 2 * unit)
 
@@ -93,7 +105,11 @@ BENCHES = [
     OpBench(
         family="moe",
         op="w4_moe",
-        params={"T": None, "E": None, "k": None, "H": None, "I": None, "format": "mxfp4"},
+        params={
+            **dict.fromkeys(("T", "E", "k", "H", "I")),
+            "format": "mxfp4",
+            "float8": False,
+        },
         invalid=_invalid,
         make=_make,
         call=lambda case, inputs: (
@@ -102,6 +118,7 @@ BENCHES = [
                 "format": case["format"],
                 "up_bias": inputs["up_bias"],
                 "down_bias": inputs["down_bias"],
+                **({"x_scale": inputs["x_scale"]} if case["float8"] else {}),
                 **_GPT_OSS,
             },
         ),

@@ -77,7 +77,7 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     chosen as it does."""
     import torch
 
-    if case["format"] != "mxfp4" or case.dtype != "bfloat16":
+    if case["format"] != "mxfp4" or case.dtype != "bfloat16" or case["float8"]:
         raise Unsupported("this adapter is for MXFP4 and bfloat16")
     x, w_up, up_scale, w_down, down_scale, weights, ids, up_bias, down_bias = inputs.values()
     tokens, k, experts = case["T"], case["k"], case["E"]
@@ -116,7 +116,7 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     from tiercel.ops.gemv.reference import w4_values
 
     grouped: Any = getattr(torch, "_grouped_mm", None)
-    if grouped is None or case.dtype != "bfloat16":
+    if grouped is None or case.dtype != "bfloat16" or case["float8"]:
         raise Unsupported("torch's grouped product is for bfloat16")
     x, w_up, up_scale, w_down, down_scale, weights, ids, up_bias, down_bias = inputs.values()
     k, experts = case["k"], case["E"]

@@ -354,9 +354,11 @@ def w4_moe(
     down_zero_point: Tensor | None = None,
     up_global_scale: Tensor | None = None,
     down_global_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """Reference of :func:`tiercel.w4_moe`, for any sizes; float64 is computed in float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    narrow = x.dtype if x_scale is None else torch.bfloat16
+    wide = torch.promote_types(narrow, torch.float32)
     tokens, k = topk_ids.shape
     ids = _local_ids(topk_ids, w_down.shape[0], expert_map)
     out = torch.zeros(tokens * k, x.shape[1], dtype=wide, device=x.device)
@@ -369,14 +371,18 @@ def w4_moe(
             result = result * factors
         return result if bias is None else result + bias
 
+    rows = x if x_scale is None else x.to(wide) * x_scale.reshape(-1, 1)
     up = (w_up, w_up_scale, up_zero_point, up_global_scale, up_bias)
     down = (w_down, w_down_scale, down_zero_point, down_global_scale, down_bias)
     for expert in range(w_down.shape[0]):
         mine = torch.nonzero(ids == expert).flatten()
         if mine.numel() == 0:
             continue
-        sums = product(x[mine // k], expert, *up)
-        inner = _w4_activate(sums, activation, alpha, limit, interleaved).to(x.dtype)
+        sums = product(rows[mine // k], expert, *up)
+        inner = _w4_activate(sums, activation, alpha, limit, interleaved).to(narrow)
+        if x_scale is not None:
+            quantized, scale = fp8_quantize(inner, "row")
+            inner = quantized.to(wide) * scale
         outer = product(inner, expert, *down)
         out = out.index_add(0, mine, outer * topk_weights.flatten()[mine, None].to(wide))
-    return out.view(tokens, k, x.shape[1]).sum(dim=1).to(x.dtype)
+    return out.view(tokens, k, x.shape[1]).sum(dim=1).to(narrow)

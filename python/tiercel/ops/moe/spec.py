@@ -341,7 +341,8 @@ def _check_w4_half(call: Call, half: str, columns: int) -> None:
     zeros = getattr(call, f"{half}_zero_point")
     name, got = f"w_{half}_scale", list(scale.shape)
     dtype = str(scale.dtype).removeprefix("torch.")
-    due = _W4_SCALES.get(call.format, str(call.x.dtype).removeprefix("torch."))
+    of_result = "bfloat16" if call.x_scale is not None else str(call.x.dtype)
+    due = _W4_SCALES.get(call.format, of_result.removeprefix("torch."))
     if dtype != due:
         raise TypeError(f"w4_moe: `{name}` must have dtype {due}, got {dtype}")
     experts, rows, _ = weight.shape
@@ -368,7 +369,22 @@ def _check_w4_half(call: Call, half: str, columns: int) -> None:
         )
 
 
+def _check_x_scale(call: Call) -> None:
+    if call.format == "nvfp4":
+        raise ValueError(
+            "w4_moe: `format` must be 'mxfp4' or 'int4' where `x` is float8_e4m3fn, got 'nvfp4'"
+        )
+    tokens = call.x.shape[0]
+    if call.x_scale.numel() not in (1, tokens):
+        raise ValueError(
+            f"w4_moe: `x_scale` must have 1 or T = {tokens} elements, got shape "
+            f"{list(call.x_scale.shape)}"
+        )
+
+
 def _check_w4(call: Call) -> None:
+    if call.x_scale is not None:
+        _check_x_scale(call)
     hidden, inner = call.x.shape[1], 2 * call.w_down.shape[2]
     unit = 16 if call.format == "nvfp4" else 32
     for name, size in (("x", hidden), ("w_down", inner)):
@@ -394,7 +410,7 @@ def _optional(name: str, dims: str, dtype: str, **more: Any) -> Tensor:
 # Roundings: between the halves, of each expert's output, of the sum; int4's weights, too.
 W4_MOE = Spec(
     "w4_moe",
-    Tensor("x", "T H", HALVES, strided=True),
+    Tensor("x", "T H", HALVES, strided=True, dtype_with=("x_scale", FLOAT8)),
     Tensor("w_up", "E N H/2", _W4_CODES, strided=True),
     Tensor("w_up_scale", "*", ("uint8", "float8_e4m3fn", *HALVES)),
     Tensor("w_down", "E H I/2", _W4_CODES, strided=True),
@@ -402,25 +418,28 @@ W4_MOE = Spec(
     Tensor("topk_weights", "T k", "float32"),
     Tensor("topk_ids", "T k", INDICES),
     Str("format", "mxfp4", choices=FORMATS),
-    _optional("up_bias", "E N", "x"),
-    _optional("down_bias", "E H", "x"),
+    _optional("up_bias", "E N", "x", dtype_with=("x_scale", "bfloat16")),
+    _optional("down_bias", "E H", "x", dtype_with=("x_scale", "bfloat16")),
     Str("activation", "silu", choices=W4_ACTIVATIONS),
     Float("alpha", 1.0, at_least=0),
     Float("limit", 0.0, at_least=0),
     Bool("interleaved", False),
     _optional("expert_map", "global_experts", "int32"),
-    _optional("up_zero_point", "*", "x"),
-    _optional("down_zero_point", "*", "x"),
+    _optional("up_zero_point", "*", "x", dtype_with=("x_scale", "bfloat16")),
+    _optional("down_zero_point", "*", "x", dtype_with=("x_scale", "bfloat16")),
     _optional("up_global_scale", "E", "float32"),
     _optional("down_global_scale", "E", "float32"),
-    results=[Tensor("out", "T H", "x", rtol=1.6e-2, atol=1.6e-2)],
+    _optional("x_scale", "*", "float32"),
+    results=[
+        Tensor("out", "T H", "x", dtype_with=("x_scale", "bfloat16"), rtol=1.6e-2, atol=1.6e-2)
+    ],
     check=_check_w4,
-    limits="H and I multiples of 64; MXFP4 with bfloat16",
+    limits="H and I multiples of 64; MXFP4 with bfloat16 or float8",
     numerics=Numerics(
         2**-8,
         of="terms",
         sums="two products and the sum over a token's experts in order; what is "
-        "between them is rounded",
+        "between them is rounded, and of float8 `x` quantised by row",
         batch_invariant=False,
         varies="the tiles, and the split of K, which are chosen by the number of tokens",
     ),
