@@ -14,7 +14,8 @@
 namespace tiercel {
 namespace {
 
-constexpr char kNormOp[] = "rms_norm_quant";
+constexpr char kRmsOp[] = "rms_norm_quant";
+constexpr char kLayerOp[] = "layer_norm_quant";
 constexpr char kGatedOp[] = "act_and_mul_quant";
 // Columns: blocks of 1024 threads with 2 vectors each, or 4. A norm has no registers for 4.
 constexpr int64_t kMostOfNorm = 16384, kMostOfGated = 32768;
@@ -41,7 +42,7 @@ Status check_scale(const Argument& scale, int64_t rows, int64_t columns,
   return Status::InvalidArgument(std::string(scale.op) + ": there is no scale per 128x128 tile");
 }
 
-// Shared by both ops.
+// Shared by all ops.
 Status check(const char* op, const FusedQuantCall& t, int64_t halves, int64_t most) {
   const Argument x{op, "x", *t.x}, q{op, "q", *t.q}, scale{op, "scale", *t.scale};
   TIERCEL_RETURN_IF_ERROR(check_rank(x, 2));
@@ -69,9 +70,9 @@ Status check(const char* op, const FusedQuantCall& t, int64_t halves, int64_t mo
   return check_aligned(q, 8);
 }
 
-// An optional tensor of the norm.
-Status check_rows_like(const char* name, const TensorView& view, const TensorView& x) {
-  const Argument argument{kNormOp, name, view}, like{kNormOp, "x", x};
+// An optional tensor of a norm.
+Status check_rows_like(const Argument& argument, const TensorView& x) {
+  const Argument like{argument.op, "x", x};
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {x.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_shape(argument, {x.shape[0], x.shape[1]}, "[T, N]"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, like));
@@ -79,22 +80,32 @@ Status check_rows_like(const char* name, const TensorView& view, const TensorVie
   return check_rows_of_vectors(argument);
 }
 
-Status check_weight(const TensorView& view, const TensorView& x) {
-  const Argument weight{kNormOp, "weight", view}, like{kNormOp, "x", x};
-  if (view.dtype != DType::kFloat32) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {x.dtype, DType::kFloat32}));
+// A norm's weight or bias, which may be absent.
+Status set_parameter(const char* op, const char* name, const TensorView* view, const TensorView& x,
+                     const char** data, bool* wide) {
+  if (view == nullptr) return Status();
+  const Argument parameter{op, name, *view}, like{op, "x", x};
+  if (view->dtype != DType::kFloat32) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(parameter, {x.dtype, DType::kFloat32}));
   }
-  TIERCEL_RETURN_IF_ERROR(check_shape(weight, {x.shape[1]}, "[N]"));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(weight, like));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(weight));
-  return check_aligned(weight, 16);
+  TIERCEL_RETURN_IF_ERROR(check_shape(parameter, {x.shape[1]}, "[N]"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(parameter, like));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(parameter));
+  TIERCEL_RETURN_IF_ERROR(check_aligned(parameter, 16));
+  *data = static_cast<const char*>(view->data);
+  *wide = view->dtype == DType::kFloat32;
+  return Status();
 }
 
 int64_t row_bytes(const TensorView& view) {
   return view.shape[0] > 1 ? view.strides[0] * dtype_bytes(view.dtype) : 0;
 }
 
-// Few rows: one vector per thread, for the least latency; many: two, for more bytes in flight. The
+bool is_norm(FusedQuantProducer producer) {
+  return producer == FusedQuantProducer::kRmsNorm || producer == FusedQuantProducer::kLayerNorm;
+}
+
+// Few rows: one vector per thread, for the least latency; many: two, for more bytes in flight. A
 // norm's order of sums depends on it, so in the batch-invariant mode all rows are as few.
 Status choose(const char* op, FusedQuantProducer producer, const FusedQuantCall& t, int64_t columns,
               Choice* choice) {
@@ -113,8 +124,7 @@ Status choose(const char* op, FusedQuantProducer producer, const FusedQuantCall&
     return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
                                  std::to_string(rows));
   }
-  const bool few = rows <= 2 * kDefaultMultiprocessors ||
-                   (producer == FusedQuantProducer::kNorm && batch_invariant());
+  const bool few = rows <= 2 * kDefaultMultiprocessors || (is_norm(producer) && batch_invariant());
   int vectors = few && args.vectors <= kFusedQuantMostThreads ? 1 : 2;
   if (args.vectors > vectors * kFusedQuantMostThreads) vectors = 4;
   const int64_t threads = ceil_div(ceil_div(args.vectors, vectors), 32) * 32;
@@ -128,27 +138,35 @@ Status choose(const char* op, FusedQuantProducer producer, const FusedQuantCall&
   return Status();
 }
 
-Status prepare_norm(const FusedQuantCall& t, Choice* choice) {
-  TIERCEL_RETURN_IF_ERROR(check(kNormOp, t, 1, kMostOfNorm));
+Status prepare_norm(const char* op, FusedQuantProducer producer, const FusedQuantCall& t,
+                    Choice* choice) {
+  TIERCEL_RETURN_IF_ERROR(check(op, t, 1, kMostOfNorm));
   FusedQuantArgs& args = choice->args;
-  if (t.weight != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_weight(*t.weight, *t.x));
-    args.weight = static_cast<const char*>(t.weight->data);
-    args.wide_weight = t.weight->dtype == DType::kFloat32;
-  }
+  TIERCEL_RETURN_IF_ERROR(
+      set_parameter(op, "weight", t.weight, *t.x, &args.weight, &args.wide_weight));
+  TIERCEL_RETURN_IF_ERROR(set_parameter(op, "bias", t.bias, *t.x, &args.bias, &args.wide_bias));
   if (t.residual != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_rows_like("residual", *t.residual, *t.x));
+    TIERCEL_RETURN_IF_ERROR(check_rows_like({op, "residual", *t.residual}, *t.x));
     args.residual = static_cast<char*>(t.residual->data);
     args.residual_row_bytes = row_bytes(*t.residual);
   }
   if (t.normed != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_rows_like("normed", *t.normed, *t.x));
-    TIERCEL_RETURN_IF_ERROR(check_contiguous({kNormOp, "normed", *t.normed}));
+    const Argument normed{op, "normed", *t.normed};
+    TIERCEL_RETURN_IF_ERROR(check_rows_like(normed, *t.x));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(normed));
     args.normed = static_cast<char*>(t.normed->data);
   }
   args.eps = static_cast<float>(t.eps);
   args.inverse_columns = 1.0f / static_cast<float>(std::max<int64_t>(t.x->shape[1], 1));
-  return choose(kNormOp, FusedQuantProducer::kNorm, t, t.x->shape[1], choice);
+  return choose(op, producer, t, t.x->shape[1], choice);
+}
+
+Status prepare_rms(const FusedQuantCall& t, Choice* choice) {
+  return prepare_norm(kRmsOp, FusedQuantProducer::kRmsNorm, t, choice);
+}
+
+Status prepare_layer(const FusedQuantCall& t, Choice* choice) {
+  return prepare_norm(kLayerOp, FusedQuantProducer::kLayerNorm, t, choice);
 }
 
 Status prepare_gated(const FusedQuantCall& t, Choice* choice) {
@@ -185,11 +203,19 @@ Status launch(const FusedQuantCall& call, void* stream) {
 }  // namespace
 
 Status rms_norm_quant_plan(const FusedQuantCall& call, FusedQuantPlan* plan) {
-  return plan_of<prepare_norm>(call, plan);
+  return plan_of<prepare_rms>(call, plan);
 }
 
 Status rms_norm_quant(const FusedQuantCall& call, void* stream) {
-  return launch<prepare_norm>(call, stream);
+  return launch<prepare_rms>(call, stream);
+}
+
+Status layer_norm_quant_plan(const FusedQuantCall& call, FusedQuantPlan* plan) {
+  return plan_of<prepare_layer>(call, plan);
+}
+
+Status layer_norm_quant(const FusedQuantCall& call, void* stream) {
+  return launch<prepare_layer>(call, stream);
 }
 
 Status act_and_mul_quant_plan(const FusedQuantCall& call, FusedQuantPlan* plan) {

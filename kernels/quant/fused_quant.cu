@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm_quant and act_and_mul_quant: values that leave the kernel as e4m3 with their scales.
+// rms_norm_quant, layer_norm_quant and act_and_mul_quant: values that leave the kernel as e4m3 with
+// their scales.
 //
 // Bound by memory, or by latency with few rows: at [8192, 4096] in bfloat16 a norm reads 64 MiB and
 // writes 32 MiB, 24 us at 4.2 TB/s. A block has one row, in registers from the load to the store.
-// Scales cost no second reduction: the norm's factor is the same for the whole row and positive, so
-// that the largest |x * weight|, found together with the sum of squares, times this factor is the
-// largest magnitude, bit for bit. With a scale per group of 128 the maximum is that of 16 lanes.
+// Scales of an RMS norm cost no second reduction: its factor is the same for the whole row and
+// positive, so that the largest |x * weight|, found together with the sum of squares, times this
+// factor is the largest magnitude, bit for bit. A layer norm subtracts the mean first, so that a
+// scale per row takes a second reduction. With a scale per group of 128 the maximum is that of 16
+// lanes.
 #include <cstdint>
 #include <type_traits>
 
 #include "kernels/activation/functions.cuh"
+#include "kernels/norm/moments.cuh"
 #include "kernels/quant/eight.cuh"
 #include "kernels/quant/fused_quant_kernels.h"
 #include "kernels/sm90/float_format.cuh"
@@ -23,7 +27,8 @@ namespace {
 constexpr int kVector = 8;       // elements, 16 bytes
 constexpr int kGroupLanes = 16;  // of a group of 128
 
-struct Norm {};
+struct RmsNorm {};
+struct LayerNorm {};
 
 // The larger magnitude in one instruction; a NaN stays one.
 __device__ __forceinline__ float larger(float so_far, float value) {
@@ -50,15 +55,46 @@ __device__ __forceinline__ void reduce_block(float* sum, float* largest, bool wa
   *largest = __uint_as_float(bits);
 }
 
+// Joins the warps' entries into the row's moments, as SingleBlockReduce::join does for blocks of up
+// to 16 warps.
+__device__ __forceinline__ RowMoments join_block(float4 entry, float inverse_columns) {
+  __shared__ float4 scratch[32];
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0) scratch[threadIdx.x / 32] = entry;
+  __syncthreads();
+  const float4 first = scratch[0];
+  const float4 part = lane < warps ? scratch[lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const float about = first.y + first.w;
+  const float distance = Moments::distance(part, about), product = part.z * distance;
+  const Moments all = {about, lanes_reduce<32>(product, Sum()),
+                       lanes_reduce<32>(fmaf(product, distance, part.x), Sum())};
+  return all.of_row(inverse_columns);
+}
+
+// Eight values of a norm's weight or bias: of `words`, or float32 in memory.
+template <typename Format>
+__device__ __forceinline__ void read_parameter(float (&values)[kVector], const uint32_t (&words)[4],
+                                               const char* wide, int index, bool valid) {
+  if (wide == nullptr) return unpack<Format>(words, values);
+  uint32_t loaded[kVector] = {};
+  if (valid) {
+    load_vector(reinterpret_cast<uint32_t (&)[4]>(loaded[0]), wide + index * 32);
+    load_vector(reinterpret_cast<uint32_t (&)[4]>(loaded[4]), wide + index * 32 + 16);
+  }
+  unpack<Float32>(loaded, values);
+}
+
 struct Larger {
   __device__ __forceinline__ float operator()(float a, float b) const { return larger(a, b); }
 };
 
-// A block per row. `Producer` is Norm, or the function of a gated activation.
+// A block per row. `Producer` is RmsNorm, LayerNorm, or the function of a gated activation.
 template <typename Producer, typename Format, int kVectors>
 __global__ void __launch_bounds__(kFusedQuantMostThreads)
     fused_quant(const __grid_constant__ FusedQuantArgs args) {
-  constexpr bool kNorm = std::is_same_v<Producer, Norm>;
+  constexpr bool kRms = std::is_same_v<Producer, RmsNorm>;
+  constexpr bool kLayer = std::is_same_v<Producer, LayerNorm>;
+  constexpr bool kNorm = kRms || kLayer;
   const int64_t row = blockIdx.x;
   const char* const x = args.x + row * args.row_bytes;
   const char* const factors = kNorm ? nullptr : args.factors + row * args.row_bytes;
@@ -78,7 +114,7 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
   grid_dependency_launch();
 
   uint32_t words[kVectors][4] = {}, others[kVectors][4] = {};
-  uint32_t weights[kNorm ? kVectors : 1][4] = {};
+  uint32_t weights[kNorm ? kVectors : 1][4] = {}, biases[kLayer ? kVectors : 1][4] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * blockDim.x + threadIdx.x;
@@ -90,6 +126,39 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
     if (kNorm && args.weight != nullptr && !args.wide_weight) {
       load_vector(weights[v], args.weight + index * 16);
     }
+    if (kLayer && args.bias != nullptr && !args.wide_bias) {
+      load_vector(biases[v], args.bias + index * 16);
+    }
+  }
+  const auto add_residual = [&](int v, int index) {
+    if constexpr (kNorm) {
+      if (residual == nullptr) return;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[v][w] = Format::add_pairs(words[v][w], others[v][w]);
+      if (index < args.vectors) store_vector(residual + index * 16, words[v]);
+    }
+  };
+  float about = 0.0f, rstd = 1.0f, shift = 0.0f;  // of a layer norm, as Normaliser has them
+  if constexpr (kLayer) {
+    Distances<> distances;
+    int elements = 0;  // this thread's
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = v * blockDim.x + threadIdx.x;
+      if (index >= args.vectors) continue;
+      add_residual(v, index);
+      float each[kVector];
+      unpack<Format>(words[v], each);
+      if (v == 0) distances.measure_from(each[0]);
+      distances.add(each);
+      elements += kVector;
+    }
+    const Moments moments = distances.of_warp(Count(elements));
+    const RowMoments of_row =
+        join_block(moments.entry(Count::of_warp(elements)), args.inverse_columns);
+    rstd = rsqrtf(fmaf(of_row.square, args.inverse_columns, args.eps));
+    about = of_row.about;
+    shift = -of_row.apart * rstd;
   }
   float values[kVectors][kVector];
   float sum = 0.0f;
@@ -98,29 +167,30 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * blockDim.x + threadIdx.x;
     largest[v] = 0.0f;
-    if constexpr (kNorm) {
-      if (residual != nullptr) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) words[v][w] = Format::add_pairs(words[v][w], others[v][w]);
-        if (index < args.vectors) store_vector(residual + index * 16, words[v]);
-      }
+    if constexpr (kRms) {
+      add_residual(v, index);
       unpack<Format>(words[v], values[v]);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum = fmaf(values[v][i], values[v][i], sum);
       if (args.weight != nullptr) {
         float each[kVector];
-        if (!args.wide_weight) {
-          unpack<Format>(weights[v], each);
-        } else {
-          uint32_t wide[kVector] = {};
-          if (index < args.vectors) {
-            load_vector(reinterpret_cast<uint32_t (&)[4]>(wide[0]), args.weight + index * 32);
-            load_vector(reinterpret_cast<uint32_t (&)[4]>(wide[4]), args.weight + index * 32 + 16);
-          }
-          unpack<Float32>(wide, each);
-        }
+        const char* const wide = args.wide_weight ? args.weight : nullptr;
+        read_parameter<Format>(each, weights[v], wide, index, index < args.vectors);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[v][i] *= each[i];
+      }
+    } else if constexpr (kLayer) {
+      const bool valid = index < args.vectors;
+      float each[kVector], more[kVector];
+      unpack<Format>(words[v], values[v]);
+      read_parameter<Format>(each, weights[v], args.wide_weight ? args.weight : nullptr, index,
+                             valid);
+      read_parameter<Format>(more, biases[v], args.wide_bias ? args.bias : nullptr, index, valid);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float normal = fmaf(values[v][i] - about, rstd, shift);
+        const float value = fmaf(normal, args.weight == nullptr ? 1.0f : each[i], more[i]);
+        values[v][i] = valid ? value : 0.0f;
       }
     } else {
       float gates[kVector], ups[kVector];
@@ -142,9 +212,9 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
     }
   }
   const bool by_row = args.granularity == Fp8Granularity::kRow;
-  if (kNorm || by_row) reduce_block(&sum, &of_row, by_row);
+  if (kRms || by_row) reduce_block(&sum, &of_row, by_row);
   float factor = 1.0f;
-  if constexpr (kNorm) factor = rsqrtf(fmaf(sum, args.inverse_columns, args.eps));
+  if constexpr (kRms) factor = rsqrtf(fmaf(sum, args.inverse_columns, args.eps));
   float scale = 1.0f;
   if (by_row) {
     scale = e4m3_scale(__float_as_uint(fabsf(of_row * factor)));
@@ -197,9 +267,9 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
   TIERCEL_FUSED_SHORT(producer, function), TIERCEL_FUSED_DTYPES(producer, function, 4)
 
 const FusedQuantKernel kKernels[] = {
-    TIERCEL_FUSED_SHORT(Norm, Norm), TIERCEL_FUSED_LONG(Silu, Silu<false>),
-    TIERCEL_FUSED_LONG(Gelu, Gelu<false>), TIERCEL_FUSED_LONG(GeluTanh, GeluTanh<false>),
-    TIERCEL_FUSED_LONG(Relu, Relu<false>)};
+    TIERCEL_FUSED_SHORT(RmsNorm, RmsNorm),         TIERCEL_FUSED_SHORT(LayerNorm, LayerNorm),
+    TIERCEL_FUSED_LONG(Silu, Silu<false>),         TIERCEL_FUSED_LONG(Gelu, Gelu<false>),
+    TIERCEL_FUSED_LONG(GeluTanh, GeluTanh<false>), TIERCEL_FUSED_LONG(Relu, Relu<false>)};
 
 }  // namespace
 

@@ -17,11 +17,12 @@ struct FusedQuantCall {
   const TensorView* q = nullptr;         // [T, N] e4m3, contiguous
   const TensorView* scale = nullptr;     // as in fp8_quantize; read with kTensor, else written
   const TensorView* weight = nullptr;    // norm: [N] float32 or x's dtype, or null
+  const TensorView* bias = nullptr;      // layer norm: likewise
   const TensorView* residual = nullptr;  // norm: [T, N], becomes x + residual; or null
   const TensorView* normed = nullptr;    // norm: [T, N] of x's dtype for the values, or null
   Fp8Granularity granularity = Fp8Granularity::kRow;  // not kBlock
   GatedFunction function = GatedFunction::kSilu;      // gated
-  double eps = 1e-6;                                  // norm
+  double eps = 0.0;                                   // norm
 };
 
 struct FusedQuantPlan {
@@ -34,13 +35,16 @@ struct FusedQuantPlan {
 // x is bfloat16 or float16; the values are float32 and not rounded before they are quantised, as by
 // fp8_quantize.
 //   rms_norm_quant: value = x / sqrt(mean(x^2) + eps) * weight, of x + residual if there is one
+//   layer_norm_quant: value = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, likewise
 //   act_and_mul_quant: value = function(gate) * factor
 Status rms_norm_quant_plan(const FusedQuantCall& call, FusedQuantPlan* plan);
 Status rms_norm_quant(const FusedQuantCall& call, void* stream);
+Status layer_norm_quant_plan(const FusedQuantCall& call, FusedQuantPlan* plan);
+Status layer_norm_quant(const FusedQuantCall& call, void* stream);
 Status act_and_mul_quant_plan(const FusedQuantCall& call, FusedQuantPlan* plan);
 Status act_and_mul_quant(const FusedQuantCall& call, void* stream);
 
-// Loads the kernels of both on a device.
+// Loads the kernels of all three on a device.
 Status fused_quant_load(int device);
 
 }  // namespace tiercel

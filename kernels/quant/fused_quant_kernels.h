@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interface of the host and device code of rms_norm_quant and act_and_mul_quant.
+// The interface of the host and device code of rms_norm_quant, layer_norm_quant and
+// act_and_mul_quant.
 #ifndef KERNELS_QUANT_FUSED_QUANT_KERNELS_H_
 #define KERNELS_QUANT_FUSED_QUANT_KERNELS_H_
 
@@ -21,6 +22,7 @@ struct FusedQuantArgs {
   char* q;             // contiguous
   float* scale;        // contiguous
   const char* weight;  // or null
+  const char* bias;    // or null
   int64_t columns;
   int vectors;  // per row: columns / 8
   int groups;   // per row
@@ -29,9 +31,10 @@ struct FusedQuantArgs {
   Fp8Granularity granularity;
   int prefetch_blocks;  // blocks that prefetch their data to L2 before they may read it
   bool wide_weight;     // float32
+  bool wide_bias;
 };
 
-enum class FusedQuantProducer { kNorm, kSilu, kGelu, kGeluTanh, kRelu };
+enum class FusedQuantProducer { kRmsNorm, kLayerNorm, kSilu, kGelu, kGeluTanh, kRelu };
 
 struct FusedQuantKernel {
   FusedQuantProducer producer;

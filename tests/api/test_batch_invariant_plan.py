@@ -29,11 +29,13 @@ def norm(op, columns, residual, dtype="bfloat16"):
     return plan
 
 
-def norm_quant(columns):
+def norm_quant(op, columns):
+    parameters = [None] * (2 if op == "layer_norm_quant" else 1)
+
     def plan(rows):
         x, q = tensor(rows, columns), tensor(rows, columns, dtype="float8_e4m3fn")
         scale = tensor(rows, 1, dtype="float32")
-        return _C.rms_norm_quant_plan(x, q, scale, None, 1, 1e-6, None, None)
+        return getattr(_C, f"{op}_plan")(x, q, scale, *parameters, 1, 1e-6, None, None)
 
     return plan
 
@@ -102,7 +104,8 @@ def decode(d, cache="bfloat16"):
 PLANS = {
     "rms_norm": [norm("rms_norm", n, r) for n in (512, 1024, 4096, 16384) for r in (False, True)],
     "layer_norm": [norm("layer_norm", n, False, t) for n in (512, 4096) for t in ("float32",)],
-    "rms_norm_quant": [norm_quant(n) for n in (128, 4096, 16384)],
+    "rms_norm_quant": [norm_quant("rms_norm_quant", n) for n in (128, 4096, 16384)],
+    "layer_norm_quant": [norm_quant("layer_norm_quant", n) for n in (128, 4096, 16384)],
     "softmax": [softmax(n) for n in (128, 4096, 151936)],
     "log_softmax": [softmax(n, True) for n in (1001, 32000)],
     "cross_entropy": [cross_entropy(n) for n in (1000, 32000, 151936)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rms_norm_quant and act_and_mul_quant with PyTorch and without a GPU."""
+"""rms_norm_quant, layer_norm_quant and act_and_mul_quant with PyTorch and without a GPU."""
 
 import pytest
 import torch
@@ -38,13 +38,29 @@ def test_norm(columns, granularity, weighted):
     assert_quantised(q, scale, values, granularity)
 
 
-def test_residual_and_normed():
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("columns", [128, 300])
+@pytest.mark.parametrize("parameters", ["", "weight", "bias", "weight bias"])
+def test_layer_norm(columns, granularity, parameters):
+    x = (torch.randn(5, columns) + 7).bfloat16()
+    weight = torch.rand(columns) + 0.5 if "weight" in parameters else None
+    bias = torch.randn(columns).bfloat16() if "bias" in parameters else None
+    q, scale = to_write(5, columns, granularity)
+    got = tiercel.layer_norm_quant(x, q, scale, weight, bias, granularity=granularity, eps=1e-3)
+    assert got[0] is q and got[1] is scale
+    wide = None if bias is None else bias.float()
+    values = tiercel.layer_norm(x.float(), weight, wide, eps=1e-3)
+    assert_quantised(q, scale, values, granularity)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_residual_and_normed(name):
     x, residual = torch.randn(2, 5, 128).bfloat16().unbind()
     q, scale = to_write(5, 128, "row")
     normed, total = torch.zeros_like(x), x + residual
-    tiercel.rms_norm_quant(x, q, scale, residual=residual, normed=normed)
+    getattr(tiercel, f"{name}_quant")(x, q, scale, residual=residual, normed=normed)
     assert torch.equal(residual, total)
-    values = tiercel.rms_norm(total.float())
+    values = getattr(tiercel, name)(total.float())
     assert torch.equal(normed, values.bfloat16())
     assert_quantised(q, scale, values, "row")
 
@@ -79,8 +95,9 @@ def norm(**changes):
     ],
 )
 def test_scales_are_as_the_granularity_says(changes, text):
-    with pytest.raises(ValueError, match=f"^rms_norm_quant: {text}"):
-        tiercel.rms_norm_quant(**norm(**changes))
+    for name in ("rms_norm_quant", "layer_norm_quant"):
+        with pytest.raises(ValueError, match=f"^{name}: {text}"):
+            getattr(tiercel, name)(**norm(**changes))
     gated = norm(x=torch.randn(5, 512).bfloat16(), **changes)
     with pytest.raises(ValueError, match=f"^act_and_mul_quant: {text}"):
         tiercel.act_and_mul_quant(**gated)
@@ -91,10 +108,11 @@ def test_gates_and_factors_are_as_many():
         tiercel.act_and_mul_quant(torch.zeros(5, 513).bfloat16(), *to_write(5, 256, "row"))
 
 
-def test_there_is_no_derivative():
+@pytest.mark.parametrize("name", ["rms_norm_quant", "layer_norm_quant"])
+def test_there_is_no_derivative(name):
     x = torch.randn(5, 256).bfloat16().requires_grad_()
-    with pytest.raises(RuntimeError, match="^rms_norm_quant: there is no derivative"):
-        tiercel.rms_norm_quant(**norm(x=x))
+    with pytest.raises(RuntimeError, match=f"^{name}: there is no derivative"):
+        getattr(tiercel, name)(**norm(x=x))
 
 
 def test_a_plug_in():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rms_norm_quant and act_and_mul_quant on an H100 or H200, against float64."""
+"""rms_norm_quant, layer_norm_quant and act_and_mul_quant on an H100 or H200, against float64."""
 
 import pytest
 import torch
@@ -63,6 +63,63 @@ def test_rms_norm_quant(draw, rows, columns, granularity, dtype):
         assert_right(q, scale, normed(x, weight), granularity)
 
 
+def layer_normed(x, weight, bias, eps=1e-5):
+    wide = x.double()
+    wide = wide - wide.mean(1, keepdim=True)
+    wide = wide * (wide.square().mean(1, keepdim=True) + eps).rsqrt()
+    wide = wide if weight is None else wide * weight.double()
+    return wide if bias is None else wide + bias.double()
+
+
+def assert_near(q, scale, values, granularity):
+    """As assert_right, where a sum may cancel: float32's rounding of its terms, of a few units."""
+    columns = q.shape[1]
+    each = scale.double().repeat_interleave(128 if scale.shape[1] > 1 else columns, 1)[:, :columns]
+    if granularity != "tensor":
+        wide = torch.nn.functional.pad(values.abs(), (0, -columns % 128))
+        due = wide.unflatten(1, (-1, 128)).amax(-1)
+        due = (due if granularity == "1x128" else due.amax(1, keepdim=True)) / 448
+        torch.testing.assert_close(scale.double(), due, rtol=2**-16, atol=2**-30)
+    due = values.clamp(-448 * each, 448 * each)
+    allowed = 2.0**-4 * 1.001 * values.abs() + 2.0**-10 * 1.001 * each + 2.0**-19
+    assert ((q.double() * each - due).abs() <= allowed).all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("columns", [8, 200, 4096, 7168, 8200, 16384])
+@pytest.mark.parametrize("rows", [0, 1, 17, 300])
+def test_layer_norm_quant(draw, rows, columns, granularity, dtype):
+    """With a mean of 5 deviations, and parameters of both dtypes."""
+    x = (draw(rows, columns + 8, dtype=torch.float32) + 5).to(dtype)[:, :columns]
+    for weight, bias in (
+        (None, None),
+        (draw(columns, dtype=dtype), draw(columns, dtype=dtype)),
+        (draw(columns, dtype=torch.float32), None),
+        (None, draw(columns, dtype=torch.float32)),
+    ):
+        q, scale = to_write(rows, columns, granularity)
+        tiercel.layer_norm_quant(x, q, scale, weight, bias, granularity=granularity)
+        assert_near(q, scale, layer_normed(x, weight, bias), granularity)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("columns", [200, 4096])
+def test_residual_and_normed_of_layer_norm(draw, rows, columns):
+    x, residual, weight, bias = (
+        draw(*shape) for shape in ((rows, columns), (rows, columns), (columns,), (columns,))
+    )
+    total, result = x + residual, torch.zeros_like(x)
+    q, scale = to_write(rows, columns, "row")
+    tiercel.layer_norm_quant(x, q, scale, weight, bias, residual=residual, normed=result)
+    assert torch.equal(residual, total)
+    due = layer_normed(total, weight, bias)
+    assert ((result.double() - due).abs() <= 1.02 * 2.0**-8 * due.abs() + 1e-5).all()
+    assert_near(q, scale, due, "row")
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("rows", [3, 300])
 @pytest.mark.parametrize("columns", [200, 4096])
@@ -92,14 +149,15 @@ def test_act_and_mul_quant(draw, rows, columns, granularity, activation):
     assert_right(q, scale, function(gate, **more) * factor, granularity)
 
 
+@pytest.mark.parametrize("name", ["rms_norm_quant", "layer_norm_quant"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_special_values(draw, granularity):
+def test_special_values(draw, granularity, name):
     x = draw(4, 512)
     x[0, 300], x[1], x[2, 5] = torch.nan, 0, torch.inf
     results = []
     for backend in ("sm90", "ref"):
         q, scale = to_write(4, 512, granularity)
-        tiercel.rms_norm_quant(x, q, scale, granularity=granularity, backend=backend)
+        getattr(tiercel, name)(x, q, scale, granularity=granularity, backend=backend)
         results.append((q.float(), scale))
     for got, due in zip(*results, strict=True):
         assert torch.equal(got.isnan(), due.isnan())

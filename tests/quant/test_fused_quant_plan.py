@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks and the choice of kernel of rms_norm_quant and act_and_mul_quant: without PyTorch and
-without a GPU."""
+"""The checks and the choice of kernel of rms_norm_quant, layer_norm_quant and act_and_mul_quant:
+without PyTorch and without a GPU."""
 
 import pytest
 from support.dlpack_tensor import ADDRESS, ExchangeTensor
@@ -26,6 +26,12 @@ def norm(make, rows=6, columns=256, granularity=ROW, dtype="bfloat16", **changes
     return list(given.values())
 
 
+def layer_norm(make, rows=6, columns=256, granularity=ROW, dtype="bfloat16", **changes):
+    bias = changes.pop("bias", make(columns, dtype=dtype))
+    given = norm(make, rows, columns, granularity, dtype, **changes)
+    return [*given[:4], bias, *given[4:]]
+
+
 def gated(make, rows=6, columns=256, granularity=ROW, dtype="bfloat16", **changes):
     given = {
         "x": make(rows, 2 * columns, dtype=dtype),
@@ -37,8 +43,10 @@ def gated(make, rows=6, columns=256, granularity=ROW, dtype="bfloat16", **change
     return list(given.values())
 
 
+NORMS = ("rms_norm_quant", "layer_norm_quant")
 OPS = {
     "rms_norm_quant": (norm, _C.rms_norm_quant_plan, _C.rms_norm_quant),
+    "layer_norm_quant": (layer_norm, _C.layer_norm_quant_plan, _C.layer_norm_quant),
     "act_and_mul_quant": (gated, _C.act_and_mul_quant_plan, _C.act_and_mul_quant),
 }
 
@@ -52,7 +60,7 @@ def op(request):
 @pytest.mark.parametrize("columns", [8, 128, 4096, 7168, 8200, 16384, 32768])
 def test_a_block_holds_a_row(op, rows, columns):
     arguments, plan, _ = OPS[op]
-    if op == "rms_norm_quant" and columns > 16384:
+    if op in NORMS and columns > 16384:
         return
     for granularity in (TENSOR, ROW, GROUP):
         got = plan(*arguments(ExchangeTensor, rows, columns, granularity))
@@ -74,10 +82,18 @@ def test_each_activation_has_kernels(make, activation):
     assert got["kernel"].startswith(f"fused_quant<{name}, BFloat16")
 
 
-def test_optional_tensors(make):
-    full = _C.rms_norm_quant_plan(*norm(make))
-    for name in ("weight", "residual", "normed"):
-        assert _C.rms_norm_quant_plan(*norm(make, **{name: None})) == full
+@pytest.mark.parametrize("op", NORMS)
+def test_optional_tensors(make, op):
+    arguments, plan, _ = OPS[op]
+    full = plan(*arguments(make))
+    for name in ("weight", "residual", "normed", *["bias"] * (op == "layer_norm_quant")):
+        assert plan(*arguments(make, **{name: None})) == full
+
+
+def test_each_norm_has_kernels(make):
+    for name, producer in zip(NORMS, ("RmsNorm", "LayerNorm"), strict=True):
+        arguments, plan, _ = OPS[name]
+        assert plan(*arguments(make))["kernel"].startswith(f"fused_quant<{producer}, BFloat16")
 
 
 LEFT_TO_REF = {
@@ -100,6 +116,11 @@ LEFT_TO_REF = {
         lambda make: {"rows": 2**31},
     ],
 }
+
+LEFT_TO_REF["layer_norm_quant"] = [
+    *LEFT_TO_REF["rms_norm_quant"],
+    lambda make: {"bias": make(256, address=ADDRESS + 4)},
+]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +190,25 @@ def test_bad_arguments_are_named(op, make, changes, error, text):
     refuse(op, make, changes, error, text)
 
 
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize(("changes", "error", "text"), BAD_NORM)
-def test_bad_arguments_of_the_norm_are_named(make, changes, error, text):
-    refuse("rms_norm_quant", make, changes, error, text)
+def test_bad_arguments_of_a_norm_are_named(op, make, changes, error, text):
+    refuse(op, make, changes, error, text)
+
+
+BAD_BIAS = [
+    ({"bias": (255,)}, ValueError, "`bias` must have shape [N] = [256], got [255]"),
+    (
+        {"bias": (256, "float16")},
+        TypeError,
+        "`bias` must have dtype bfloat16 or float32, got float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD_BIAS)
+def test_a_bad_bias_is_named(make, changes, error, text):
+    refuse("layer_norm_quant", make, changes, error, text)
 
 
 def refuse(op, make, changes, error, text):

@@ -118,14 +118,15 @@ def norm_with_residual(source, kind, width):
     return Rows(2048, run)
 
 
-@case("rms_norm_quant")
-def rms_norm_quant(source):
+@case("rms_norm_quant", kind="rms_norm_quant")
+@case("layer_norm_quant", kind="layer_norm_quant")
+def norm_quant(source, kind):
     x, weight = source.normal(2048, 4096), source.normal(4096)
 
     def run(rows):
         q = torch.empty(len(rows), 4096, device=x.device, dtype=torch.float8_e4m3fn)
         scale = torch.empty(len(rows), 1, device=x.device)
-        return tiercel.rms_norm_quant(x[rows], q, scale, weight)
+        return getattr(tiercel, kind)(x[rows], q, scale, weight)
 
     return Rows(2048, run)
 

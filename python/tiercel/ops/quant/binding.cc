@@ -72,6 +72,19 @@ constexpr Field<FusedQuantCall> kNormQuantFields[] = {
 };
 constexpr Parameters<FusedQuantCall> kNormQuant{"rms_norm_quant", kNormQuantFields};
 
+constexpr Field<FusedQuantCall> kLayerQuantFields[] = {
+    OfStream(Tensor<&FusedQuantCall::x>("x")),
+    Tensor<&FusedQuantCall::q>("q"),
+    Tensor<&FusedQuantCall::scale>("scale"),
+    Optional<&FusedQuantCall::weight>("weight"),
+    Optional<&FusedQuantCall::bias>("bias"),
+    Index<Fp8Granularity::kGroup, &FusedQuantCall::granularity>("granularity"),
+    Value<&FusedQuantCall::eps>("eps"),
+    Optional<&FusedQuantCall::residual>("residual"),
+    Optional<&FusedQuantCall::normed>("normed"),
+};
+constexpr Parameters<FusedQuantCall> kLayerQuant{"layer_norm_quant", kLayerQuantFields};
+
 constexpr Field<FusedQuantCall> kGatedQuantFields[] = {
     OfStream(Tensor<&FusedQuantCall::x>("x")),
     Tensor<&FusedQuantCall::q>("q"),
@@ -131,6 +144,8 @@ constexpr Function kFunctions[] = {
     LoadOf<fp8_quantize_transpose_load>("fp8_quantize_transpose_load"),
     LaunchOf<kNormQuant, rms_norm_quant>("rms_norm_quant", kFills),
     PlanOf<kNormQuant, rms_norm_quant_plan, kFusedQuantPlan>("rms_norm_quant_plan"),
+    LaunchOf<kLayerQuant, layer_norm_quant>("layer_norm_quant", kFills),
+    PlanOf<kLayerQuant, layer_norm_quant_plan, kFusedQuantPlan>("layer_norm_quant_plan"),
     LaunchOf<kGatedQuant, act_and_mul_quant>("act_and_mul_quant", kFills),
     PlanOf<kGatedQuant, act_and_mul_quant_plan, kFusedQuantPlan>("act_and_mul_quant_plan"),
     LoadOf<fused_quant_load>("fused_quant_load"),

@@ -54,6 +54,18 @@ def _call_norm(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, An
     return tuple(inputs[name] for name in names), options
 
 
+def _make_layer_norm(case: Any, device: str, seed: int) -> Inputs:
+    inputs = _make_norm(case, device, seed)
+    bias = _random(case, case["N"], device, seed + 3)[0].contiguous() * 0.1
+    residual = inputs.pop("residual")
+    return inputs | {"bias": bias, "residual": residual}
+
+
+def _call_layer_norm(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    arguments, options = _call_norm(case, inputs)
+    return (*arguments, inputs["bias"]), options
+
+
 def _make_activation(case: Any, device: str, seed: int) -> Inputs:
     return {"x": _random(case, 2 * case["N"], device, seed), **_results(case, device)}
 
@@ -76,6 +88,10 @@ def _bytes_norm(case: Any) -> int:
     return elements * (2 * moved + 1) + _scale_bytes(case) + 2 * int(case["N"])
 
 
+def _bytes_layer_norm(case: Any) -> int:
+    return _bytes_norm(case) + 2 * int(case["N"])
+
+
 def _bytes_activation(case: Any) -> int:
     return int(case["T"] * case["N"]) * 5 + _scale_bytes(case)
 
@@ -86,6 +102,15 @@ def _normed(case: Any, inputs: Inputs) -> Any:
         return None
     factor = (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()
     return wide * factor * inputs["weight"].double()
+
+
+def _layer_normed(case: Any, inputs: Inputs) -> Any:
+    wide = inputs["x"].double()
+    if inputs["residual"] is not None:  # repeated calls add x again and again
+        return None
+    wide = wide - wide.mean(1, keepdim=True)
+    factor = (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    return wide * factor * inputs["weight"].double() + inputs["bias"].double()
 
 
 def _activated(case: Any, inputs: Inputs) -> Any:
@@ -120,6 +145,18 @@ BENCHES = [
         out=lambda case, inputs: None,
         bytes_moved=_bytes_norm,
         reference=_normed,
+        check=_check,
+    ),
+    OpBench(
+        family="quant",
+        op="layer_norm_quant",
+        params={"T": None, "N": None, "scales": "row", "residual": False},
+        invalid=_invalid,
+        make=_make_layer_norm,
+        call=_call_layer_norm,
+        out=lambda case, inputs: None,
+        bytes_moved=_bytes_layer_norm,
+        reference=_layer_normed,
         check=_check,
     ),
     OpBench(

@@ -11,6 +11,7 @@ from tiercel.ops.quant.spec import (
     ACT_AND_MUL_QUANT,
     FP8_QUANTIZE,
     FP8_QUANTIZE_TRANSPOSE,
+    LAYER_NORM_QUANT,
     NVFP4_DEQUANTIZE,
     NVFP4_QUANTIZE,
     RMS_NORM_QUANT,
@@ -172,6 +173,13 @@ def _norm_make(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
+def _layer_make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    made = _norm_make(case, device, seed)
+    weight = made["weight"]
+    made |= {"bias": None if weight is None else weight - 1, "eps": 1e-5}
+    return {name: made[name] for name in LAYER_NORM_QUANT.names}
+
+
 def _gated_make(case: Case, device: str, seed: int) -> dict[str, Any]:
     made = _made(case, 2 * case.sizes["N"], device, seed)
     options = {name: case.options[name] for name in ("activation", "granularity")}
@@ -210,9 +218,8 @@ def _fused_sizes(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int
     return {"scale rows": down, "scale columns": across, "N": values["q"].shape[1]}
 
 
-_RMS_NORM_QUANT = _fused(
-    RMS_NORM_QUANT,
-    cases=(
+_NORM_CASES: dict[str, Any] = {
+    "cases": (
         _fused_case(33, 256, "row"),
         _fused_case(20, 4096, "1x128", "float16"),
         _fused_case(17, 200, "1x128"),
@@ -221,9 +228,10 @@ _RMS_NORM_QUANT = _fused(
         _fused_case(5, 36, "row"),
         _fused_case(0, 64, "row"),
     ),
-    timing={"cpu": _fused_case(64, 1024, "row"), "cuda": _fused_case(4096, 4096, "row")},
-    make=_norm_make,
-)
+    "timing": {"cpu": _fused_case(64, 1024, "row"), "cuda": _fused_case(4096, 4096, "row")},
+}
+_RMS_NORM_QUANT = _fused(RMS_NORM_QUANT, make=_norm_make, **_NORM_CASES)
+_LAYER_NORM_QUANT = _fused(LAYER_NORM_QUANT, make=_layer_make, **_NORM_CASES)
 _ACT_AND_MUL_QUANT = _fused(
     ACT_AND_MUL_QUANT,
     cases=(
@@ -288,6 +296,7 @@ CONTRACTS = (
     _FP8,
     _FP8_TRANSPOSE,
     _RMS_NORM_QUANT,
+    _LAYER_NORM_QUANT,
     _ACT_AND_MUL_QUANT,
     Contract.of(
         "quant",

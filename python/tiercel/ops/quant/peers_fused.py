@@ -11,22 +11,16 @@ from tiercel.workbench.bench.peers.vllm import operator
 Inputs = dict[str, Any]
 
 
-def _norm_torch(compiled: bool) -> Any:
+def _torch(op: str, compiled: bool) -> Any:
     def prepare(case: Any, inputs: Inputs) -> Launch:
-        from tiercel.ops.quant.reference import rms_norm_quant
+        from tiercel.ops.quant import reference
 
-        return _launch(compiled, case, rms_norm_quant, inputs)
+        return _launch(compiled, case, getattr(reference, op), inputs)
 
     return prepare
 
 
-def _activation_torch(compiled: bool) -> Any:
-    def prepare(case: Any, inputs: Inputs) -> Launch:
-        from tiercel.ops.quant.reference import act_and_mul_quant
-
-        return _launch(compiled, case, act_and_mul_quant, inputs)
-
-    return prepare
+_OPS = ("act_and_mul_quant", "layer_norm_quant", "rms_norm_quant")
 
 
 def _launch(compiled: bool, case: Any, function: Any, inputs: Inputs) -> Launch:
@@ -82,10 +76,7 @@ def _activation_vllm(case: Any, inputs: Inputs) -> Launch:
 
 
 ADAPTERS = {
-    "torch": {"act_and_mul_quant": _activation_torch(False), "rms_norm_quant": _norm_torch(False)},
-    "torch.compile": {
-        "act_and_mul_quant": _activation_torch(True),
-        "rms_norm_quant": _norm_torch(True),
-    },
+    "torch": {op: _torch(op, False) for op in _OPS},
+    "torch.compile": {op: _torch(op, True) for op in _OPS},
     "vllm": {"act_and_mul_quant": _activation_vllm, "rms_norm_quant": _norm_vllm},
 }

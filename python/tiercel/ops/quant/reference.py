@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.ops.norm.reference import layer_norm
 from tiercel.ops.quant.spec import TILES, scale_shape
 
 E4M3_MAX = 448.0
@@ -96,6 +97,30 @@ def rms_norm_quant(
     wide = x.float()
     factor = torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
     values = (wide if weight is None else wide * weight.float()) * factor
+    if normed is not None:
+        normed.copy_(values)
+    _quantized(values, q, scale, granularity)
+    return q, scale
+
+
+def layer_norm_quant(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    granularity: str = "row",
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.layer_norm_quant`."""
+    if residual is not None:
+        x = x + residual
+        residual.copy_(x)
+    values = layer_norm(x.float(), weight, bias, eps=eps)
+    assert isinstance(values, Tensor)
     if normed is not None:
         normed.copy_(values)
     _quantized(values, q, scale, granularity)

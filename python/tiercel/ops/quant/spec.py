@@ -114,26 +114,32 @@ def _check_gated(call: Call) -> None:
     _check_fused_scale("act_and_mul_quant", call)
 
 
-RMS_NORM_QUANT = Spec(
-    "rms_norm_quant",
-    Tensor("x", "T N", HALVES, strided=True),
-    _FUSED_Q,
-    _FUSED_SCALE,
-    Tensor("weight", "N", ("x", "float32"), optional=True),
-    _GRANULARITY,
-    Float("eps", 1e-6, at_least=0),
-    Tensor("residual", "T N", "x", strided=True, optional=True, written=True),
-    Tensor("normed", "T N", "x", optional=True, written=True),
-    check=lambda call: _check_fused_scale("rms_norm_quant", call),
-    limits="N a multiple of 8 up to 16384, 16-byte aligned rows",
-    numerics=Numerics(
-        4e-6,
-        of="result",
-        sums="float32: lanes, then warps; with a residual, of the rounded sum",
-        batch_invariant=False,
-        varies="how many threads share a row, which is chosen by the number of rows",
-    ),
-)
+def _norm_quant(name: str, eps: float, *, biased: bool) -> Spec:
+    parameters = ("weight", "bias") if biased else ("weight",)
+    return Spec(
+        name,
+        Tensor("x", "T N", HALVES, strided=True),
+        _FUSED_Q,
+        _FUSED_SCALE,
+        *(Tensor(each, "N", ("x", "float32"), optional=True) for each in parameters),
+        _GRANULARITY,
+        Float("eps", eps, at_least=0),
+        Tensor("residual", "T N", "x", strided=True, optional=True, written=True),
+        Tensor("normed", "T N", "x", optional=True, written=True),
+        check=lambda call: _check_fused_scale(name, call),
+        limits="N a multiple of 8 up to 16384, 16-byte aligned rows",
+        numerics=Numerics(
+            4e-6,
+            of="terms" if biased else "result",
+            sums="float32: lanes, then warps; with a residual, of the rounded sum",
+            batch_invariant=False,
+            varies="how many threads share a row, which is chosen by the number of rows",
+        ),
+    )
+
+
+RMS_NORM_QUANT = _norm_quant("rms_norm_quant", 1e-6, biased=False)
+LAYER_NORM_QUANT = _norm_quant("layer_norm_quant", 1e-5, biased=True)
 ACT_AND_MUL_QUANT = Spec(
     "act_and_mul_quant",
     Tensor("x", "T C", HALVES, strided=True),
