@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,13 +24,34 @@ def rotary_embedding(
     )
 
 
-def _turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Tensor:
+def axes_of(sections: Sequence[int], interleaved: bool) -> list[int]:
+    """Which of a token's three positions turns each pair, of `sections` pairs in all."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
+    return axes
+
+
+def _turned(
+    x: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    interleaved: bool,
+    axes: Sequence[int] | None = None,
+) -> Tensor:
+    """With `axes` the positions are [3, T]."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotated = cache.shape[1]
     if rotated == 0:
         return x.clone()
     # A position that is no row takes the nearest one.
-    angles = cache[positions.long().clamp(0, cache.shape[0] - 1)].to(wide)[:, None]
+    angles = cache[positions.long().clamp(0, cache.shape[0] - 1)].to(wide)
+    if axes is not None:
+        by_axis = angles.unflatten(-1, (2, rotated // 2))  # [3, T, 2, R/2]
+        angles = torch.stack([by_axis[axis, ..., i] for i, axis in enumerate(axes)], -1).flatten(1)
+    angles = angles[:, None]
     cosines, sines = angles[..., : rotated // 2], angles[..., rotated // 2 :]
     turning = x[..., :rotated].to(wide)
     if interleaved:
@@ -98,10 +121,13 @@ def qk_norm_rope_cache(
     q_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of :func:`tiercel.qk_norm_rope_cache`; float64 stays float64."""
+    axes = None if sections is None else axes_of(sections, sections_interleaved)
     turned_q, turned_k = (
-        _turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved)
+        _turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved, axes)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     q_out.copy_(_narrowed(turned_q, q_out.dtype, q_scale))
