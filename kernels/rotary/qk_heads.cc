@@ -9,8 +9,6 @@
 namespace tiercel {
 namespace {
 
-constexpr int kMostLanes = 32;  // per head
-
 Status check_weight(const Argument& weight, const Argument& q) {
   if (weight.view.dtype != DType::kFloat32) {
     TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {q.view.dtype, DType::kFloat32}));
@@ -46,7 +44,11 @@ Status check_qk_heads(const char* op, const QkHeads& t) {
   const int64_t tokens = t.q->shape[0], size = t.q->shape[2];
   TIERCEL_RETURN_IF_ERROR(check_shape(k, {tokens, t.k->shape[1], size}, "[T, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_dtype(positions, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(positions, {tokens}, "[T]"));
+  if (t.has_sections) {
+    TIERCEL_RETURN_IF_ERROR(check_shape(positions, {3, tokens}, "[3, T]"));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(check_shape(positions, {tokens}, "[T]"));
+  }
   TIERCEL_RETURN_IF_ERROR(check_rank(angles, 2));
   if (t.angles->dtype != DType::kFloat32) {
     TIERCEL_RETURN_IF_ERROR(check_dtype(angles, {DType::kFloat32, t.q->dtype}));
@@ -100,7 +102,7 @@ Status prepare_qk_heads(const char* op, const QkHeads& t, bool aligned, QkHeadsA
                                           std::to_string(rotated)));
   }
   constexpr int64_t kMost = 0x3fffffff;  // the kernels count heads and rows in 32 bits
-  if (size > kMostLanes * 2 * kQkVector || t.q->shape[1] > kMost || t.k->shape[1] > kMost / 2 ||
+  if (size > kQkMostLanes * 2 * kQkVector || t.q->shape[1] > kMost || t.k->shape[1] > kMost / 2 ||
       t.angles->shape[0] > kMost) {
     return Status::Unimplemented(std::string(op) + ": too large for the kernels, got shapes " +
                                  shape_text(t.q->shape, 3) + ", " + shape_text(t.k->shape, 3) +

@@ -22,6 +22,22 @@ struct Eight {
     load_vector(reinterpret_cast<uint32_t (&)[4]>(words[0]), from);
     if (is_float32) load_vector(reinterpret_cast<uint32_t (&)[4]>(words[4]), from + 16);
   }
+  // Element number `i` alone, at another index than its neighbours'.
+  __device__ __forceinline__ void load_one(int i, const char* list, int64_t index,
+                                           bool is_float32) {
+    if (is_float32) {
+      words[i] = *reinterpret_cast<const uint32_t*>(list + index * 4);
+    } else {
+      words[i] = *reinterpret_cast<const uint16_t*>(list + index * Element::kBytes);
+    }
+  }
+  // Elements that load_one() has loaded.
+  __device__ __forceinline__ void get_each(float (&values)[kQkVector], bool is_float32) const {
+#pragma unroll
+    for (int i = 0; i < kQkVector; ++i) {
+      values[i] = is_float32 ? __uint_as_float(words[i]) : Element::low(words[i]);
+    }
+  }
   __device__ __forceinline__ void get(float (&values)[kQkVector], bool is_float32) const {
 #pragma unroll
     for (int i = 0; i < kQkVector; ++i) {

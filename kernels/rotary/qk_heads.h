@@ -13,12 +13,13 @@ namespace tiercel {
 struct QkHeads {
   const TensorView* q = nullptr;  // [T, H, D] bfloat16 or float16, last dimension contiguous
   const TensorView* k = nullptr;  // [T, Hk, D], the same
-  const TensorView* positions = nullptr;  // [T] int32 or int64
+  const TensorView* positions = nullptr;  // [T] int32 or int64; with sections [3, T]
   const TensorView* angles = nullptr;     // [P, R]: cosines, then sines; float32 or q's dtype
   const TensorView* q_weight = nullptr;   // [D] float32 or q's dtype, or null: no norm
   const TensorView* k_weight = nullptr;
   double eps = 1e-6;
   bool interleaved = false;
+  bool has_sections = false;  // qk_norm_rope_cache only
 };
 
 // A tensor of the shape and dtype of `like`, on its device.

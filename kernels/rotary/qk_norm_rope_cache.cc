@@ -19,7 +19,6 @@ namespace {
 constexpr char kOp[] = "qk_norm_rope_cache";
 constexpr KvNames kNames = {kOp, "k", "v", "Hk", "[T, Hk, D]", "[blocks, block size, Hk, D]"};
 constexpr char kWithoutCache[] = "qk_norm_rope";
-constexpr int kMostLanes = 32;  // per head
 
 struct Choice {
   const QkNormRopeCacheKernel* kernel = nullptr;
@@ -61,11 +60,12 @@ Status choose(const char* op, const QkHeads& tensors, QkNormRopeCacheArgs* fille
   choice->kernel =
       KernelTable(qk_norm_rope_cache_kernels).find([&](const QkNormRopeCacheKernel& kernel) {
         return kernel.dtype == q.dtype && kernel.interleaved == tensors.interleaved &&
-               kernel.float8 == (args.float8_q || args.float8_cache) && kernel.heads == heads;
+               kernel.float8 == (args.float8_q || args.float8_cache) &&
+               kernel.sections == tensors.has_sections && kernel.heads == heads;
       });
   const int64_t threads = few ? 128 : 256, slots = ceil_div(args.heads, heads);
   const int64_t blocks = ceil_div(slots, threads / lanes);  // per token
-  const int64_t warp = kMostLanes / lanes;                  // heads in a warp
+  const int64_t warp = kQkMostLanes / lanes;                // heads in a warp
   choice->block.x = static_cast<uint32_t>(lanes);
   choice->block.y = static_cast<uint32_t>(ceil_div(ceil_div(slots, blocks), warp) * warp);
   const int64_t together = threads / (choice->block.x * choice->block.y);
@@ -82,10 +82,53 @@ Status choose(const char* op, const QkHeads& tensors, QkNormRopeCacheArgs* fille
   return Status();
 }
 
+std::string text_of(const int64_t (&sections)[3]) {
+  return "[" + std::to_string(sections[0]) + ", " + std::to_string(sections[1]) + ", " +
+         std::to_string(sections[2]) + "]";
+}
+
+Status check_sections(const QkNormRopeCacheCall& t) {
+  const std::string op = std::string(kOp) + ": ";
+  if (!t.heads.has_sections) {
+    if (!t.sections_interleaved) return Status();
+    return Status::InvalidArgument(op + "`sections_interleaved` needs `sections`");
+  }
+  const int64_t (&sections)[3] = t.sections;
+  const int64_t pairs = t.heads.angles->shape[1] / 2;
+  if (std::min({sections[0], sections[1], sections[2]}) < 0) {
+    return Status::InvalidArgument(op + "`sections` must not be negative, got " +
+                                   text_of(sections));
+  }
+  // Each at most all pairs, so that the sum does not overflow.
+  if (std::max({sections[0], sections[1], sections[2]}) > pairs ||
+      sections[0] + sections[1] + sections[2] != pairs) {
+    return Status::InvalidArgument(op + "`sections` must add up to R / 2 = " +
+                                   std::to_string(pairs) + ", got " + text_of(sections));
+  }
+  const int64_t second = (pairs + 1) / 3, third = pairs / 3;  // pairs 3 i + 1 and 3 i + 2
+  if (t.sections_interleaved && (sections[1] > second || sections[2] > third)) {
+    return Status::InvalidArgument(op + "`sections` must be at most " + std::to_string(second) +
+                                   " and " + std::to_string(third) +
+                                   " for the second and third position, interleaved, got " +
+                                   text_of(sections));
+  }
+  return Status();
+}
+
+// The position, 0 to 2, that turns a pair.
+uint32_t axis_of(const QkNormRopeCacheCall& t, int64_t pair) {
+  if (!t.sections_interleaved) {
+    return pair < t.sections[0] ? 0 : pair < t.sections[0] + t.sections[1] ? 1 : 2;
+  }
+  const int64_t third = pair % 3;
+  return third != 0 && pair / 3 < t.sections[third] ? static_cast<uint32_t>(third) : 0;
+}
+
 Status prepare(const QkNormRopeCacheCall& t, QkNormRopeCacheArgs* args, Choice* choice) {
   QkHeads heads = t.heads;
   heads.k = t.kv.key;
   TIERCEL_RETURN_IF_ERROR(check_qk_heads(kOp, heads));
+  TIERCEL_RETURN_IF_ERROR(check_sections(t));
   TIERCEL_RETURN_IF_ERROR(check_q_out(t));
   int elements = 1;
   TIERCEL_RETURN_IF_ERROR(prepare_kv_cache(kNames, t.kv, &args->cache, &elements));
@@ -97,6 +140,9 @@ Status prepare(const QkNormRopeCacheCall& t, QkNormRopeCacheArgs* args, Choice* 
   TIERCEL_RETURN_IF_ERROR(prepare_qk_heads(kOp, heads, aligned, args));
   args->q_scale = set_scale(t.q_scale, &args->q_scale_per_head);
   args->heads = args->q_heads + 2 * args->kv_heads;
+  for (int pair = 0; heads.has_sections && pair < args->rotated / 2; ++pair) {
+    args->axes[pair / kQkVector] |= static_cast<uint16_t>(axis_of(t, pair) << pair % kQkVector * 2);
+  }
   return choose(kOp, heads, args, choice);
 }
 

@@ -45,9 +45,11 @@ __device__ __forceinline__ void store_eight(char* to, const float (&values)[kQkV
 }
 
 // Cosines and sines of a lane's place, by a position that the kernel before may still write.
-template <typename Element>
+template <typename Element, bool kSections>
 __device__ __forceinline__ void prefetch_angles(const QkNormRopeCacheArgs& args, int64_t token,
                                                 int lane) {
+  // With sections: the position of the lane's first pair.
+  if constexpr (kSections) token += (args.axes[lane] & 3) * args.cache.tokens;
   Integer position;
   position.load(args.positions, token, args.wide_positions);
   const uint64_t row = position.clamped(args.wide_positions, args.last_position);
@@ -65,7 +67,8 @@ __device__ __forceinline__ void prefetch_weight(const char* weight, int offset, 
 // A block covers lanes x heads x tokens, the grid tokens x heads. The lanes of a head are a power
 // of two; a block has whole warps, all of which take part in the reductions. kFloat8: q_out, the
 // cache or both are float8; a kernel of its own, because a third of the code is for that.
-template <typename Element, bool kInterleaved, bool kFloat8, int kHeads>
+// kSections: a token has three positions, and each pair turns by the one that args.axes tells.
+template <typename Element, bool kInterleaved, bool kFloat8, int kHeads, bool kSections>
 __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     qk_norm_rope_cache(const __grid_constant__ QkNormRopeCacheArgs args) {
   const KvCacheArgs& cache = args.cache;
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
       }
     }
     if (threadIdx.y + blockIdx.y == 0) {  // one head's threads for all heads
-      if (turns) prefetch_angles<Element>(args, token, lane);
+      if (turns) prefetch_angles<Element, kSections>(args, token, lane);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         if (blockIdx.x > 0 || !has[p]) continue;
@@ -106,9 +109,13 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
   }
   grid_dependency_wait_and_launch(args.early_launch);
 
-  Integer position = {0, 0}, number = {~0u, ~0u};
+  constexpr int kPositions = kSections ? 3 : 1;
+  Integer positions[kPositions] = {}, number = {~0u, ~0u};
   if (there) {
-    position.load(args.positions, token, args.wide_positions);
+#pragma unroll
+    for (int i = 0; i < kPositions; ++i) {
+      positions[i].load(args.positions, i * cache.tokens + token, args.wide_positions);
+    }
     if (cache.slots != nullptr) number.load(cache.slots, token, cache.wide_slots);
   }
   Packed<Element, kQkVector> x[kHeads][2] = {};
@@ -151,8 +158,25 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     }
   }
   Eight<Element> cosines = {}, sines = {};
-  if (turns && there) {
-    const uint64_t row = position.clamped(args.wide_positions, args.last_position);
+  if (kSections && turns && there) {
+    uint32_t rows[kPositions];
+#pragma unroll
+    for (int i = 0; i < kPositions; ++i) {
+      rows[i] = positions[i].clamped(args.wide_positions, args.last_position);
+    }
+    const uint32_t axes = args.axes[lane];
+#pragma unroll
+    for (int j = 0; j < kQkVector; ++j) {
+      const uint32_t axis = axes >> 2 * j & 3;
+      const uint64_t row = axis == 0   ? rows[0]
+                           : axis == 1 ? rows[kPositions / 2]
+                                       : rows[kPositions - 1];
+      const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kQkVector + j;
+      cosines.load_one(j, args.angles, at, args.wide_angles);
+      sines.load_one(j, args.angles, at + args.rotated / 2, args.wide_angles);
+    }
+  } else if (turns && there) {
+    const uint64_t row = positions[0].clamped(args.wide_positions, args.last_position);
     const int64_t at = row * static_cast<uint32_t>(args.rotated) + lane * kQkVector;
     cosines.load(args.angles, at, args.wide_angles);
     sines.load(args.angles, at + args.rotated / 2, args.wide_angles);
@@ -207,8 +231,13 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     }
     if (turns && !is_value) {
       float cosine[kQkVector], sine[kQkVector];
-      cosines.get(cosine, args.wide_angles);
-      sines.get(sine, args.wide_angles);
+      if constexpr (kSections) {
+        cosines.get_each(cosine, args.wide_angles);
+        sines.get_each(sine, args.wide_angles);
+      } else {
+        cosines.get(cosine, args.wide_angles);
+        sines.get(sine, args.wide_angles);
+      }
       turn_pairs<kInterleaved>(values, cosine, sine);
     }
     char* to;
@@ -238,14 +267,21 @@ __global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
   }
 }
 
-#define TIERCEL_QK(dtype, interleaved, float8, heads)                                    \
-  {DType::k##dtype, interleaved, float8, heads,                                          \
+#define TIERCEL_QK(dtype, interleaved, float8, heads, sections)                          \
+  {DType::k##dtype,                                                                      \
+   interleaved,                                                                          \
+   float8,                                                                               \
+   sections,                                                                             \
+   heads,                                                                                \
    Kernel("qk_norm_rope_cache<" #dtype ", interleaved=" #interleaved ", float8=" #float8 \
-          ", heads=" #heads ">",                                                         \
+          ", sections=" #sections ", heads=" #heads ">",                                 \
           reinterpret_cast<const void*>(                                                 \
-              qk_norm_rope_cache<dtype##Element, interleaved, float8, heads>))}
-#define TIERCEL_QK_HEADS(dtype, interleaved, float8) \
-  TIERCEL_QK(dtype, interleaved, float8, 1), TIERCEL_QK(dtype, interleaved, float8, 2)
+              qk_norm_rope_cache<dtype##Element, interleaved, float8, heads, sections>))}
+#define TIERCEL_QK_HEADS(dtype, interleaved, float8)    \
+  TIERCEL_QK(dtype, interleaved, float8, 1, false),     \
+      TIERCEL_QK(dtype, interleaved, float8, 2, false), \
+      TIERCEL_QK(dtype, interleaved, float8, 1, true),  \
+      TIERCEL_QK(dtype, interleaved, float8, 2, true)
 #define TIERCEL_QK_DTYPE(dtype)                                                \
   TIERCEL_QK_HEADS(dtype, false, false), TIERCEL_QK_HEADS(dtype, false, true), \
       TIERCEL_QK_HEADS(dtype, true, false), TIERCEL_QK_HEADS(dtype, true, true)

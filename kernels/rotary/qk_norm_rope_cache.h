@@ -16,6 +16,11 @@ struct QkNormRopeCacheCall {
   KvCacheCall kv;                       // new keys and values [T, Hk, D], caches, slots and scales
   const TensorView* q_out = nullptr;    // as q, which it may be, or float8_e4m3fn
   const TensorView* q_scale = nullptr;  // float32, 1 or H elements, or null: 1
+  // Multimodal rotary embedding, if `heads.has_sections`: how many of the R/2 pairs turn by each of
+  // a token's three positions, in this order; or, interleaved, pairs 1, 4, 7, ... by the second and
+  // 2, 5, 8, ... by the third, so many of each, and the others by the first.
+  int64_t sections[3] = {};
+  bool sections_interleaved = false;
 };
 
 struct QkNormRopeCachePlan {

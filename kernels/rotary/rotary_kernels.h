@@ -84,6 +84,9 @@ inline constexpr int kKvCacheThreads = 128;  // at most
 
 const KvCacheKernel* kv_cache_kernels(int* count);
 
+inline constexpr int kQkVector = 8;      // elements, 16 bytes
+inline constexpr int kQkMostLanes = 32;  // per head
+
 // Positions, angles and norms of the heads of queries and keys.
 struct QkHeadsArgs {
   const void* positions;
@@ -115,17 +118,20 @@ struct QkNormRopeCacheArgs : QkHeadsArgs {
   bool float8_q;
   bool float8_cache;
   bool early_launch;  // see grid_dependency_wait_and_launch()
+  // With sections: which of a token's three positions turns each of a lane's eight pairs, two bits
+  // a pair.
+  uint16_t axes[kQkMostLanes];
 };
 
 struct QkNormRopeCacheKernel {
   DType dtype;
   bool interleaved;
-  bool float8;  // q_out, the cache, or both
-  int heads;    // per thread
+  bool float8;    // q_out, the cache, or both
+  bool sections;  // three positions per token
+  int heads;      // per thread
   Kernel kernel;
 };
 
-inline constexpr int kQkVector = 8;  // elements, 16 bytes
 inline constexpr int kQkMostThreads = 256;
 inline constexpr int kQkMostHeads = 2;  // per thread
 

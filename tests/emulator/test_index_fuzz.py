@@ -167,8 +167,12 @@ def test_qk_norm_rope_cache(case):
     slots = torch.full((tokens,), -1)
     slots[: len(order)] = order
     slots = draw.strays(slots, blocks * places, wide)
-    positions = torch.randint(rows, (tokens,), generator=draw.generator)
+    sections = draw.of(None, [turned // 2 - 3, 2, 1] if turned else None)
+    count = tokens if sections is None else 3 * tokens
+    positions = torch.randint(rows, (count,), generator=draw.generator)
     positions = draw.strays(positions, rows, wide)
+    if sections is not None:
+        positions = positions.view(3, tokens)
     kind = torch.float8_e4m3fn if float8 else dtype
     q = draw.normal(tokens, heads, size, dtype=dtype)
     k, v = (draw.normal(tokens, others, size, dtype=dtype) for _ in range(2))
@@ -177,7 +181,8 @@ def test_qk_norm_rope_cache(case):
     angles = draw.normal(rows, turned, dtype=draw.of(torch.float32, dtype))
     weight = draw.of(None, draw.uniform(size) + 0.5)
     scales = [draw.uniform(draw.of(1, n)) + 0.5 if float8 else None for n in (heads, others)]
-    options = (weight, weight, 1e-6, draw.of(False, True), scales[0], *scales[1:] * 2, None)
+    options = (weight, weight, 1e-6, draw.of(False, True), scales[0], *scales[1:] * 2)
+    options += (sections, sections is not None and draw.of(False, True), None)
     due = [tensor.clone() for tensor in written]
     reference("qk_norm_rope_cache")(q, k, v, *due, slots, positions, angles, *options)
     _, given = run("qk_norm_rope_cache", *(q, k, v, *written, slots, positions, angles, *options))

@@ -372,7 +372,7 @@ def test_qk_norm_rope_cache(
         None if each is None else torch.rand(count) + 0.5
         for each, count in ((kind, heads), (cache_kind, 1), (cache_kind, kv_heads))
     ]
-    options = (angles, *weights, 1e-5, interleaved, *scales, None)
+    options = (angles, *weights, 1e-5, interleaved, *scales, None, False, None)
     run = families["qk_norm_rope_cache"][0].backends["ref"].run
     wide = [t.double() for t in tensors[:6]]
     exact = [t.double() if isinstance(t, torch.Tensor) else t for t in options]
@@ -390,13 +390,13 @@ def test_qk_norm_rope_cache(
 
 
 def test_qk_norm_rope_cache_of_many_tokens_in_place():
-    """Two heads a thread; rows that no block fills."""
+    """Rows that no block fills. Two heads a thread need so many tokens that GPU tests have them."""
     with options(multiprocessors=1):
         tensors = list(fused(70, 130, 2, 128, BF16))
         due = [t.clone() for t in tensors]
         tensors[3] = tensors[0]
         angles = normal(50, 128, dtype=F32)
-        rest = (angles, torch.rand(128), torch.rand(128), 1e-6, False, None, None, None, None)
+        rest = (angles, torch.rand(128), torch.rand(128), 1e-6, False, *[None] * 4, False, None)
         families["qk_norm_rope_cache"][0].backends["ref"].run(*due, *rest)
         sm90("qk_norm_rope_cache")(*tensors, *rest)
         for got, exact in zip(tensors[3:6], due[3:6], strict=True):

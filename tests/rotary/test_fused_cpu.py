@@ -131,3 +131,83 @@ def test_one_graph_in_place():
     got = torch.compile(call, backend="aot_eager", fullgraph=True)(given["q"].clone(), rest)
     for one, exact in zip(got, due, strict=True):
         assert torch.equal(one, exact)
+
+
+# Qwen2-VL's and Qwen3-VL's, for heads of 16 elements.
+SECTIONS = [((2, 3, 3), False), ((4, 2, 2), True)]
+
+
+@pytest.mark.parametrize(("sections", "sections_interleaved"), SECTIONS)
+def test_sections_as_transformers_has_them(sections, sections_interleaved):
+    """Angles that are put together for each token beforehand, one row a token."""
+    given = make()
+    positions = torch.stack([given["positions"], given["positions"].flip(0), torch.arange(5)])
+    by_axis = given["cos_sin_cache"][positions].unflatten(-1, (2, 8))
+    if sections_interleaved:  # Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope
+        angles = by_axis[0].clone()
+        for axis in (1, 2):
+            places = slice(axis, sections[axis] * 3, 3)
+            angles[..., places] = by_axis[axis][..., places]
+    else:  # Qwen2VLRotaryEmbedding.apply_mrope
+        parts = by_axis.split(sections, dim=-1)
+        angles = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+    own = {n: t.clone() for n, t in given.items()}
+    own |= {"positions": torch.arange(5), "cos_sin_cache": angles.flatten(1)}
+    due = tiercel.qk_norm_rope_cache(**own)
+    got = tiercel.qk_norm_rope_cache(
+        **given | {"positions": positions},
+        sections=sections,
+        sections_interleaved=sections_interleaved,
+    )
+    for one, exact in zip(got, due, strict=True):
+        assert torch.equal(one, exact)
+
+
+BAD_SECTIONS = [
+    ({"sections": (2, 3, 3)}, ValueError, r"`positions` must have shape [3, T] = [3, 5], got [5]"),
+    ({"positions": 3}, ValueError, r"`positions` must have shape [T] = [5], got [3, 5]"),
+    (
+        {"positions": 3, "sections": (2, 3, 2)},
+        ValueError,
+        "`sections` must add up to R / 2 = 8, got [2, 3, 2]",
+    ),
+    (
+        {"positions": 3, "sections": (-1, 6, 3)},
+        ValueError,
+        "`sections` must not be negative, got [-1, 6, 3]",
+    ),
+    (
+        {"positions": 3, "sections": (2, 3, 3), "sections_interleaved": True},
+        ValueError,
+        "`sections` must be at most 3 and 2 for the second and third position, interleaved, "
+        "got [2, 3, 3]",
+    ),
+    ({"sections_interleaved": True}, ValueError, "`sections_interleaved` needs `sections`"),
+    (
+        {"positions": 3, "sections": (4, 4)},
+        ValueError,
+        "`sections` must be None or three whole numbers, got (4, 4)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD_SECTIONS)
+def test_bad_sections_are_named(changes, error, text):
+    given = make() | changes
+    if isinstance(given["positions"], int):
+        given["positions"] = torch.zeros(given["positions"], 5, dtype=torch.int32)
+    with pytest.raises(error) as info:
+        tiercel.qk_norm_rope_cache(**given)
+    assert str(info.value) == f"qk_norm_rope_cache: {text}"
+
+
+def test_sections_in_one_graph():
+    given = make() | {"positions": torch.randint(20, (3, 5))}
+    due = tiercel.qk_norm_rope_cache(**{n: t.clone() for n, t in given.items()}, sections=(2, 3, 3))
+
+    def call(given):
+        return tiercel.qk_norm_rope_cache(**given, sections=(2, 3, 3))
+
+    got = torch.compile(call, backend="aot_eager", fullgraph=True)(given)
+    for one, exact in zip(got, due, strict=True):
+        assert torch.equal(one, exact)

@@ -114,6 +114,23 @@ def test_float8(make, tokens, cache_kind, kind):
         assert_right(got, due, given["slots"])
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("tokens", [1, 7, 3000])
+@pytest.mark.parametrize(
+    ("rotated", "sections", "sections_interleaved"),
+    [(128, (16, 24, 24), False), (128, (24, 20, 20), True), (64, (5, 13, 14), False)],
+)
+def test_sections(make, rotated, sections, sections_interleaved, tokens, kind, interleaved):
+    given = make(tokens, 32, 8, 128, rotated, kind=kind, cache_kind=kind)
+    given["positions"] = torch.randint(-9, 510, (3, tokens), device="cuda")
+    options = {"sections": sections, "sections_interleaved": sections_interleaved}
+    due = exact(given, interleaved=interleaved, **options)
+    got = tiercel.qk_norm_rope_cache(**given, interleaved=interleaved, **options)
+    assert_right(got, due, given["slots"])
+
+
 def test_other_lines_stay(make):
     given = make(300, 32, 8, 128, 128)
     before = [given[name].clone() for name in ("key_cache", "value_cache")]

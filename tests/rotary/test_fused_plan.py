@@ -213,3 +213,51 @@ def test_bad_arguments_are_named(make, name):
     assert str(info.value) == f"qk_norm_rope_cache: {text}"
     with pytest.raises(error):
         _C.qk_norm_rope_cache(*call(ExchangeTensor, **changed(ExchangeTensor)))
+
+
+def with_sections(make, sections=(8, 12, 12), interleaved=False, **changes):
+    positions = changes.pop("positions", make(3, 6, dtype="int64"))
+    return _C.qk_norm_rope_cache_plan(
+        *call(make, positions=positions, **changes), sections, interleaved
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sections_have_kernels_of_their_own(make, interleaved):
+    sections = (12, 10, 10) if interleaved else (8, 12, 12)
+    got = with_sections(make, sections, interleaved)
+    assert "sections=true" in got["kernel"]
+    assert "sections=false" in plan(make)["kernel"]
+    assert {**got, "kernel": ""} == {**plan(make), "kernel": ""}
+
+
+BAD_SECTIONS = [
+    ((8, 12, 11), False, "`sections` must add up to R / 2 = 32, got [8, 12, 11]"),
+    ((2**62, 2**62, 2**62), False, f"`sections` must add up to R / 2 = 32, got {[2**62] * 3}"),
+    ((-8, 20, 20), False, "`sections` must not be negative, got [-8, 20, 20]"),
+    (
+        (8, 12, 12),
+        True,
+        "`sections` must be at most 11 and 10 for the second and third position, interleaved, "
+        "got [8, 12, 12]",
+    ),
+    (None, True, "`sections_interleaved` needs `sections`"),
+    ((8, 24), False, "`sections` must be None or three whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("sections", "interleaved", "text"), BAD_SECTIONS)
+def test_bad_sections_are_named(make, sections, interleaved, text):
+    changes = {"positions": make(6, dtype="int64")} if sections is None else {}
+    with pytest.raises(ValueError) as info:
+        with_sections(make, sections, interleaved, **changes)
+    assert str(info.value) == f"qk_norm_rope_cache: {text}"
+
+
+def test_sections_need_three_positions(make):
+    with pytest.raises(ValueError) as info:
+        with_sections(make, positions=make(6, dtype="int64"))
+    due = "`positions` must have shape [3, T] = [3, 6], got [6]"
+    assert str(info.value) == f"qk_norm_rope_cache: {due}"
+    with pytest.raises(TypeError, match="`sections` must be None or three whole numbers"):
+        with_sections(make, sections=3)

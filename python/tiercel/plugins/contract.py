@@ -164,7 +164,8 @@ class Contract:
                 return tensor(each)
             if isinstance(other := replaced.get(name), ScalarSpec):
                 return other
-            kind = {"int[]": "(int, int)"}.get(each.kind, each.kind)
+            ints = {"int[]": "(int, int)", "int[3]": "(int, int, int)"}
+            kind = ints.get(each.kind, each.kind)
             return ScalarSpec(each.name, kind + " | None" * each.optional)
 
         given = {

@@ -22,7 +22,11 @@ from torch import Tensor
 
 from tiercel.plugins.contracts import CONTRACTS
 '''
-_SCALARS = {"dtype": "torch.dtype", "(int, int)": "tuple[int, int]"}
+_SCALARS = {
+    "dtype": "torch.dtype",
+    "(int, int)": "tuple[int, int]",
+    "(int, int, int)": "tuple[int, int, int]",
+}
 
 
 def _named(attribute: str) -> dict[str, str]:

@@ -5,6 +5,7 @@
 #include "kernels/rotary/rotary_embedding.h"
 #include "kernels/rotary/rotary_kernels.h"
 #include "python/bindings/functions.h"
+#include "python/bindings/reference.h"
 
 namespace tiercel::python {
 namespace {
@@ -48,6 +49,25 @@ constexpr PlanField<KvCachePlan> kKvCachePlanFields[] = {
 constexpr PlanDict<KvCachePlan> kKvCachePlan{"KvCachePlan", kKvCachePlanFields};
 
 using Fused = QkNormRopeCacheCall;
+
+// None or three whole numbers.
+bool ReadSections(PyObject* object, const char* op, const char* name, Fused* call) {
+  if (object == Py_None) return true;
+  const bool sequence = PySequence_Check(object) != 0;
+  const Reference sizes(sequence ? PySequence_Tuple(object) : nullptr);
+  if (sequence && !sizes) return false;
+  if (!sequence || PyTuple_Size(sizes.get()) != 3) {
+    PyErr_Format(sequence ? PyExc_ValueError : PyExc_TypeError,
+                 "%s: `sections` must be None or three whole numbers", op);
+    return false;
+  }
+  call->heads.has_sections = true;
+  for (int i = 0; i < 3; ++i) {
+    if (!ReadValue(PyTuple_GetItem(sizes.get(), i), op, name, &call->sections[i])) return false;
+  }
+  return true;
+}
+
 constexpr Field<Fused> kFusedFields[] = {
     OfStream(Tensor<&Fused::heads, &QkHeads::q>("q")),
     Tensor<&Fused::kv, &KvCacheCall::key>("k"),
@@ -65,6 +85,8 @@ constexpr Field<Fused> kFusedFields[] = {
     Optional<&Fused::q_scale>("q_scale"),
     Optional<&Fused::kv, &KvCacheCall::key_scale>("key_scale"),
     Optional<&Fused::kv, &KvCacheCall::value_scale>("value_scale"),
+    MayBeAbsent(Read<Fused>("sections", "Sequence[int] | None", ReadSections)),
+    MayBeAbsent(Value<&Fused::sections_interleaved>("sections_interleaved")),
 };
 constexpr Parameters<Fused> kFused{"qk_norm_rope_cache", kFusedFields};
 

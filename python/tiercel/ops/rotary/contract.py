@@ -144,7 +144,7 @@ def _fused_case(
     rotated: int,
     dtype: str,
     values: str = "random",
-    **options: bool,
+    **options: Any,
 ) -> Case:
     sizes = {"T": tokens, "H": heads[0], "Hk": heads[1], "D": size, "R": rotated, "P": 64}
     sizes |= {"blocks": tokens // 8 + 1, "places": 16}
@@ -163,7 +163,9 @@ def _make_fused(case: Case, device: str, seed: int) -> dict[str, Any]:
         torch.rand(size, generator=torch.Generator().manual_seed(seed)).to(device) + number
         for number in (0.5, 1.0)
     )
-    q = rotary["q"]
+    q, positions, sections = rotary["q"], rotary["positions"], case.options.get("sections")
+    if sections is not None:
+        positions = torch.stack([positions, positions.flip(0), positions // 2])
     if case.values == "strided":
         q = torch.cat([q, -q], dim=1)[:, : sizes["H"]]
     return {
@@ -174,7 +176,7 @@ def _make_fused(case: Case, device: str, seed: int) -> dict[str, Any]:
         "key_cache": kv["key_cache"],
         "value_cache": kv["value_cache"],
         "slots": kv["slots"],
-        "positions": rotary["positions"],
+        "positions": positions,
         "cos_sin_cache": rotary["cos_sin_cache"],
         "q_weight": q_weight if case.options["normed"] else None,
         "k_weight": k_weight.to(q.dtype) if case.options["normed"] else None,
@@ -183,6 +185,8 @@ def _make_fused(case: Case, device: str, seed: int) -> dict[str, Any]:
         "q_scale": None,
         "key_scale": None,
         "value_scale": None,
+        "sections": sections,
+        "sections_interleaved": case.options.get("sections_interleaved", False),
     }
 
 
@@ -209,6 +213,10 @@ QK_NORM_ROPE_CACHE = Contract.of(
         _fused_case(17, (6, 2), 80, 16, "bfloat16", normed=False),
         _fused_case(5, (2, 1), 20, 10, "float16"),
         _fused_case(0, (4, 2), 64, 64, "bfloat16"),
+        _fused_case(9, (4, 2), 128, 128, "bfloat16", sections=(16, 24, 24)),
+        _fused_case(
+            *(9, (4, 2), 128, 128, "bfloat16"), sections=(24, 20, 20), sections_interleaved=True
+        ),
     ),
     timing={
         "cpu": _fused_case(64, (8, 2), 128, 128, "bfloat16"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -239,6 +240,8 @@ def qk_norm_rope_cache(
     q_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norms, rotates and caches the heads of a decode step, between projection and attention, in
@@ -267,7 +270,7 @@ def qk_norm_rope_cache(
             -1, or any other slot outside of the cache, is skipped; the token's query is computed
             all the same.
         positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``, clamped to its
-            first and last row.
+            first and last row. With ``sections`` ``[3, T]``: three positions for each token.
         cos_sin_cache: ``[P, R]``, contiguous: R/2 cosines, then R/2 sines. float32 or the dtype of
             ``q``; R is even and at most D, and P is 1 or more. The precompiled kernels take R that
             is a multiple of 16.
@@ -278,6 +281,13 @@ def qk_norm_rope_cache(
         q_scale: float32, one element or H of them; None is 1. For a float8 ``q_out`` only.
         key_scale: float32, one element or Hk of them; None is 1. For a float8 cache only.
         value_scale: The same.
+        sections: Multimodal rotary embedding (Qwen2-VL, arXiv:2409.12191): how many of the R/2
+            pairs are rotated by the first, second and third position of a token (time, height and
+            width), in this order; ``mrope_section`` in a model's configuration. They add up to
+            R/2. None: one position for each token.
+        sections_interleaved: The order of Qwen3-VL: pairs 1, 4, 7, ... are rotated by the second
+            position, pairs 2, 5, 8, ... by the third, as many as ``sections`` says, and all others
+            by the first. With ``sections`` only.
         backend: ``"sm90"``, ``"ref"`` or None (automatic), see :mod:`tiercel.backends`.
 
     Returns:
@@ -300,6 +310,7 @@ def qk_norm_rope_cache(
     """
     _QK_NORM_ROPE_CACHE.pick()(
         *(q, k, v, q_out, key_cache, value_cache, slots, positions, cos_sin_cache),
-        *(q_weight, k_weight, eps, interleaved, q_scale, key_scale, value_scale, backend),
+        *(q_weight, k_weight, eps, interleaved, q_scale, key_scale, value_scale),
+        *(sections, sections_interleaved, backend),
     )
     return q_out, key_cache, value_cache

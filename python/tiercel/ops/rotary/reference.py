@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,14 +24,35 @@ def rotary_embedding(
     )
 
 
-def turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Tensor:
-    """`x` [T, H, D] rotated; `cache` may have fewer columns."""
+def axes_of(sections: Sequence[int], interleaved: bool) -> list[int]:
+    """Which of a token's three positions turns each pair, of `sections` pairs in all."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
+    return axes
+
+
+def turned(
+    x: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    interleaved: bool,
+    axes: Sequence[int] | None = None,
+) -> Tensor:
+    """`x` [T, H, D] rotated; `cache` may have fewer columns. With `axes` the positions are
+    [3, T]."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotated = cache.shape[1]
     if rotated == 0:
         return x.clone()
     # A position that is no row takes the nearest one.
-    angles = cache[positions.long().clamp(0, cache.shape[0] - 1)].to(wide)[:, None]
+    angles = cache[positions.long().clamp(0, cache.shape[0] - 1)].to(wide)
+    if axes is not None:
+        by_axis = angles.unflatten(-1, (2, rotated // 2))  # [3, T, 2, R/2]
+        angles = torch.stack([by_axis[axis, ..., i] for i, axis in enumerate(axes)], -1).flatten(1)
+    angles = angles[:, None]
     cosines, sines = angles[..., : rotated // 2], angles[..., rotated // 2 :]
     turning = x[..., :rotated].to(wide)
     if interleaved:
@@ -99,10 +122,13 @@ def qk_norm_rope_cache(
     q_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of :func:`tiercel.qk_norm_rope_cache`; float64 stays float64."""
+    axes = None if sections is None else axes_of(sections, sections_interleaved)
     turned_q, turned_k = (
-        turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved)
+        turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved, axes)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     q_out.copy_(_narrowed(turned_q, q_out.dtype, q_scale))
@@ -133,7 +159,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.qk_norm_rope`; float64 stays float64."""
     q_out, k_out = (
-        _turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved).to(x.dtype)
+        turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved).to(x.dtype)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     return q_out, k_out
@@ -162,7 +188,7 @@ def qk_norm_rope_backward(
         (k, grad_k_out, k_weight, for_k_weight),
     ):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        turned = _turned(grad.to(wide), positions, back, interleaved)
+        turned = turned(grad.to(wide), positions, back, interleaved)
         of_weight = x.new_empty(0) if weight is None else weight.new_empty(0)
         if weight is not None:
             factor = torch.rsqrt(x.to(wide).square().mean(dim=-1, keepdim=True) + eps)

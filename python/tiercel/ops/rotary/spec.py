@@ -6,7 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tiercel.core.spec import FLOATS, HALVES, INDICES, Bool, Call, Float, Numerics, Spec, Tensor
+from tiercel.core.spec import (
+    FLOATS,
+    HALVES,
+    INDICES,
+    Bool,
+    Call,
+    Float,
+    Numerics,
+    Scalar,
+    Spec,
+    Tensor,
+)
 
 
 def _check_rotary(op: str, call: Call) -> None:
@@ -84,11 +95,40 @@ KV_CACHE_WRITE = Spec(
 )
 
 
+def _check_sections(op: str, call: Call) -> None:
+    """Sections, and the shape of the positions, which depends on them."""
+    from tiercel.core.checks import check_shape
+
+    tokens, pairs, sections = call.q.shape[0], call.cos_sin_cache.shape[1] // 2, call.sections
+    if sections is None:
+        check_shape(op, "positions", call.positions, (tokens,), "[T]")
+        if call.sections_interleaved:
+            raise ValueError(f"{op}: `sections_interleaved` needs `sections`")
+        return
+    is_list = isinstance(sections, (tuple, list))
+    if not is_list or len(sections) != 3 or not all(hasattr(n, "__index__") for n in sections):
+        error = ValueError if is_list else TypeError
+        raise error(f"{op}: `sections` must be None or three whole numbers, got {sections!r}")
+    check_shape(op, "positions", call.positions, (3, tokens), "[3, T]")
+    sections = list(sections)
+    if min(sections) < 0:
+        raise ValueError(f"{op}: `sections` must not be negative, got {sections}")
+    if sum(sections) != pairs:
+        raise ValueError(f"{op}: `sections` must add up to R / 2 = {pairs}, got {sections}")
+    second, third = (pairs + 1) // 3, pairs // 3  # pairs 3 i + 1 and 3 i + 2
+    if call.sections_interleaved and (sections[1] > second or sections[2] > third):
+        raise ValueError(
+            f"{op}: `sections` must be at most {second} and {third} for the second and third "
+            f"position, interleaved, got {sections}"
+        )
+
+
 def _check_fused(call: Call) -> None:
     from tiercel.core.checks import check_cache_scale
 
     op = "qk_norm_rope_cache"
     _check_rotary(op, call)
+    _check_sections(op, call)
     check_cache_scale(op, "q_scale", call.q_scale, call.q_out, "H", call.q.shape[1], "a `q_out`")
     for name in ("key_scale", "value_scale"):
         scale, heads = getattr(call, name), call.k.shape[1]
@@ -122,7 +162,7 @@ QK_NORM_ROPE_CACHE = Spec(
         shape_text=_FUSED_CACHE_TEXT,
     ),
     Tensor("slots", "T", INDICES),
-    Tensor("positions", "T", INDICES),
+    Tensor("positions", "*", INDICES),
     Tensor("cos_sin_cache", "P R", ("float32", "q")),
     Tensor("q_weight", "D", _WEIGHT, optional=True),
     Tensor("k_weight", "D", _WEIGHT, optional=True),
@@ -131,6 +171,8 @@ QK_NORM_ROPE_CACHE = Spec(
     Tensor("q_scale", "*", "float32", optional=True),
     Tensor("key_scale", "*", "float32", optional=True),
     Tensor("value_scale", "*", "float32", optional=True),
+    Scalar("sections", None, kind="int[3]", optional=True),
+    Bool("sections_interleaved", False),
     check=_check_fused,
     limits="D a multiple of 8 up to 512, R a multiple of 16, 16-byte aligned strides",
     numerics=Numerics(4e-6, of="terms", sums="float32: over a head, lanes in a fixed order"),
