@@ -85,9 +85,9 @@ struct Field {
   void (*tensor)(Call*, const TensorView*) = nullptr;
   bool (*value)(PyObject*, const char* op, const char* name, Call*) = nullptr;
   bool (*native)(const NativeValue&, Call*) = nullptr;  // false for a value of another type
-  bool may_be_none = false;    // a tensor
-  bool may_be_absent = false;  // of the last arguments
-  bool stream = false;         // the launch uses this tensor's device and stream
+  bool may_be_none = false;                             // a tensor
+  bool may_be_absent = false;                           // of the last arguments
+  bool stream = false;  // the launch uses this tensor's device and stream
 };
 
 template <auto... kPath>

@@ -31,7 +31,7 @@ using Output = OutputOf<PyObject*>;
 // An operator's own; lives as long as the process.
 struct EagerCall {
   PyObject_HEAD vectorcallfunc vectorcall;
-  Py_ssize_t count;                      // of the operator's arguments, `backend` last
+  Py_ssize_t count;  // of the operator's arguments, `backend` last
   Layout layout;
   Few<Py_ssize_t, kMaxTensors> mutated;  // places of the arguments that are written to
   PyObject* ready;                       // set of devices that sm90 runs on
@@ -40,8 +40,8 @@ struct EagerCall {
   PyObject* fallback;                    // (*arguments) -> outputs: every other call
   PyObject* increment_version;
   PyObject* name_sm90;
-  PyObject* native;     // a function of this module, or None: `run` is called
-  bool returns;         // the native function returns the outputs itself
+  PyObject* native;  // a function of this module, or None: `run` is called
+  bool returns;      // the native function returns the outputs itself
   Few<Slot, 32> slots;
   Few<Output, kMaxOutputs> outputs;
 };

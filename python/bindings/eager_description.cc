@@ -158,7 +158,8 @@ PyObject* NewEagerCall(PyTypeObject* type, PyObject* positional, PyObject* keywo
   call->returns = returns != 0;
   if (ReadEach(*call, tensors, "too many tensors", &call->layout.tensors) &&
       ReadEach(*call, mutated, "too many tensors", &call->mutated) &&
-      ReadBits(*call, contiguous, &call->layout.contiguous) && ReadBits(*call, absent, &call->layout.absent) &&
+      ReadBits(*call, contiguous, &call->layout.contiguous) &&
+      ReadBits(*call, absent, &call->layout.absent) &&
       ReadEach(*call, ranks, "too many ranks", &call->layout.ranks) &&
       ReadEach(*call, equals, "too many equal sizes", &call->layout.equals) &&
       ReadEach(*call, outputs, "too many outputs", &call->outputs) &&

@@ -165,10 +165,11 @@ class StackOutputs {
       int64_t* const sizes = sizes_[count_];
       int64_t* const strides = strides_[count_];
       bool fits = like != nullptr;
-      const ptrdiff_t dim = !fits ? -1 : EachSize(output, arguments, [&](ptrdiff_t i, int64_t size) {
-        fits = fits && i < kMaxOutputDims;
-        if (fits) sizes[i] = size;
-      });
+      const ptrdiff_t dim =
+          !fits ? -1 : EachSize(output, arguments, [&](ptrdiff_t i, int64_t size) {
+            fits = fits && i < kMaxOutputDims;
+            if (fits) sizes[i] = size;
+          });
       if (dim < 0 || !fits) {
         return Status::InvalidArgument(op.name + ": the arguments do not give the results' shapes");
       }
@@ -246,8 +247,10 @@ Status CheckBackend(const NativeOp& op, const StackArguments& arguments) {
     if (op.arguments[i].name != "backend" || !arguments.IsGiven(i)) continue;
     const std::string backend = arguments.TextOf(i);
     if (backend == "sm90" || backend == "auto") return Status();
-    return Status::InvalidArgument(op.name + ": `backend` must be 'sm90', 'auto' or None where ops "
-                                   "run without Python, got '" + backend + "'");
+    return Status::InvalidArgument(op.name +
+                                   ": `backend` must be 'sm90', 'auto' or None where ops "
+                                   "run without Python, got '" +
+                                   backend + "'");
   }
   return Status();
 }
@@ -307,9 +310,9 @@ Status RunCall(const NativeOp& op, const StackArguments& arguments, StackOutputs
         found = true;
       }
       if (!found) {
-        return Status::InvalidArgument(op.name + ": `" + op.arguments[slot.index].name +
-                                       "` has a value that the kernels do not take: " +
-                                       key.substr(key.find(':') + 1));
+        return Status::InvalidArgument(
+            op.name + ": `" + op.arguments[slot.index].name +
+            "` has a value that the kernels do not take: " + key.substr(key.find(':') + 1));
       }
     }
   }

@@ -45,11 +45,13 @@ class Symbols {
 
 // The getters of torch's dtypes, in the order of DType.
 constexpr const char* kDTypes[] = {
-    "aoti_torch_dtype_float32",       "aoti_torch_dtype_float16",     "aoti_torch_dtype_bfloat16",
-    "aoti_torch_dtype_int32",         "aoti_torch_dtype_int64",       "aoti_torch_dtype_int16",
-    "aoti_torch_dtype_int8",          "aoti_torch_dtype_uint8",       "aoti_torch_dtype_bool",
-    "aoti_torch_dtype_float64",       "aoti_torch_dtype_float8_e4m3fn",
-    "aoti_torch_dtype_float8_e5m2",   "torch_dtype_float4_e2m1fn_x2",
+    "aoti_torch_dtype_float32",       "aoti_torch_dtype_float16",
+    "aoti_torch_dtype_bfloat16",      "aoti_torch_dtype_int32",
+    "aoti_torch_dtype_int64",         "aoti_torch_dtype_int16",
+    "aoti_torch_dtype_int8",          "aoti_torch_dtype_uint8",
+    "aoti_torch_dtype_bool",          "aoti_torch_dtype_float64",
+    "aoti_torch_dtype_float8_e4m3fn", "aoti_torch_dtype_float8_e5m2",
+    "torch_dtype_float4_e2m1fn_x2",
 };
 static_assert(sizeof kDTypes / sizeof *kDTypes == static_cast<size_t>(DType::kUnknown));
 

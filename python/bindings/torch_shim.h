@@ -59,7 +59,7 @@ struct TorchShim {
   void (*check)(bool condition, const char* function, const char* file, uint32_t line,
                 const char* text);
 
-  int32_t cuda;                                          // the device type
+  int32_t cuda;                                           // the device type
   int32_t dtypes[static_cast<int>(DType::kUnknown) + 1];  // torch's number of each; -1: it has none
 
   // torch's number of a dtype by its name, -1 if it has none.

@@ -3,8 +3,9 @@
 //
 // usage: native_ops_program LIBTORCH_CPU EXTENSION [register]
 //
-// It registers the ops; unless that is all, it prints the results of add_rms_norm and silu_and_mul of fixed values, the
-// text of an error, and the host time of a call in nanoseconds, each in a line behind its name.
+// It registers the ops; unless that is all, it prints the results of add_rms_norm and silu_and_mul
+// of fixed values, the text of an error, and the host time of a call in nanoseconds, each in a line
+// behind its name.
 #include <dlfcn.h>
 
 #include <chrono>

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops as native functions of torch's dispatcher, without Python: on the emulator.
 
-tiercel is not imported where they are called: a C++ program, or a process of Python's that loads the
+Where they are called tiercel is not imported: by a C++ program, and by Python that loads the
 extension module as such a program does.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 EXTENSION = os.environ["TIERCEL_WITHOUT_PYTHON"]
 
@@ -43,7 +43,7 @@ def _steps(first, step, *shape):
 
 def test_a_program_without_python_normalises(printed):
     x, residual = _steps(-1.5, 0.25, 3, 8), _steps(0.5, 0.125, 3, 8)
-    expected = F.rms_norm(x + residual, (8,), _steps(1.0, 0.5, 8), 1e-6)
+    expected = functional.rms_norm(x + residual, (8,), _steps(1.0, 0.5, 8), 1e-6)
     torch.testing.assert_close(_numbers(printed["out"]).reshape(3, 8), expected)
     torch.testing.assert_close(_numbers(printed["residual_out"]).reshape(3, 8), x + residual)
 
@@ -51,7 +51,7 @@ def test_a_program_without_python_normalises(printed):
 def test_arguments_that_are_not_given_have_their_defaults(printed):
     gate, up = _steps(-2.0, 0.5, 2, 8).chunk(2, -1)
     result = _numbers(printed["silu_and_mul"]).reshape(2, 4)
-    torch.testing.assert_close(result, F.silu(gate) * up)
+    torch.testing.assert_close(result, functional.silu(gate) * up)
 
 
 def test_a_bad_argument_is_an_error_of_torch_with_our_text(printed):

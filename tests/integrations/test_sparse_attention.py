@@ -83,7 +83,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("padded", [False, True])
 def test_apply_keeps_what_the_models_own_attention_computes(name, padded):
     model = tiny(name, MODELS[name])
     ids, padding = inputs()

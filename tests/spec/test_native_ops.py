@@ -10,14 +10,50 @@ import pytest
 pytestmark = pytest.mark.torch
 
 # Ops that serve inference and have one launch: none of them may fall out of the list unseen.
-EXPECTED = """
-act_and_mul_quant add_layer_norm add_rms_norm causal_conv1d causal_conv1d_update copy_transpose
-fp8_linear fp8_quantize_static gated_delta_rule_decode gated_linear gated_rms_norm gelu gelu_and_mul
-grouped_gemm grouped_gemm_fp8 grouped_gemm_masked hash_route indexer_logits kv_cache_write layer_norm
-linear_act log_softmax merge_attention_states mla_cache_write moe_sum nvfp4_gemv nvfp4_linear
-nvfp4_quantize qk_norm_rope_cache relu relu_and_mul rms_norm rms_norm_quant rotary_embedding sample
-silu silu_and_mul softmax_online top_k_indices topk_route topk_softmax w4_linear
-""".split()
+EXPECTED = [
+    "act_and_mul_quant",
+    "add_layer_norm",
+    "add_rms_norm",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "copy_transpose",
+    "fp8_linear",
+    "fp8_quantize_static",
+    "gated_delta_rule_decode",
+    "gated_linear",
+    "gated_rms_norm",
+    "gelu",
+    "gelu_and_mul",
+    "grouped_gemm",
+    "grouped_gemm_fp8",
+    "grouped_gemm_masked",
+    "hash_route",
+    "indexer_logits",
+    "kv_cache_write",
+    "layer_norm",
+    "linear_act",
+    "log_softmax",
+    "merge_attention_states",
+    "mla_cache_write",
+    "moe_sum",
+    "nvfp4_gemv",
+    "nvfp4_linear",
+    "nvfp4_quantize",
+    "qk_norm_rope_cache",
+    "relu",
+    "relu_and_mul",
+    "rms_norm",
+    "rms_norm_quant",
+    "rotary_embedding",
+    "sample",
+    "silu",
+    "silu_and_mul",
+    "softmax_online",
+    "top_k_indices",
+    "topk_route",
+    "topk_softmax",
+    "w4_linear",
+]
 
 
 def test_the_file_follows_from_the_declarations():

@@ -330,9 +330,7 @@ def _gated_mlp(module: nn.Module) -> Forward | str | None:
     return _mlp_forward(Activation(name, more), joined=names is _JOINED, trains=trains)
 
 
-def _is_gated(
-    module: nn.Module, names: tuple[str, ...], act: Forward, *, training: bool
-) -> bool:
+def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward, *, training: bool) -> bool:
     """Runs the forward on a copy with small matrices, in training mode or not."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(8, 8, generator=generator) for name in names}
