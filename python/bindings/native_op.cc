@@ -324,13 +324,18 @@ Status RunCall(const NativeOp& op, const StackArguments& arguments, StackOutputs
   return CountAsWritten(op, arguments);
 }
 
-Status RunStack(const NativeOp& op, StackValue* stack) {
+// The text of this thread's last error, which torch's exception takes when all else of the call is
+// gone.
+thread_local std::string last_error;
+
+bool RunStack(const NativeOp& op, StackValue* stack) {
   StackArguments arguments(op, stack);
   StackOutputs outputs;
   Status status = arguments.Read();
   if (status.ok()) status = RunCall(op, arguments, &outputs);
   if (status.ok()) outputs.Release(stack);
-  return status;
+  if (!status.ok()) last_error = status.message();
+  return status.ok();
 }
 
 // torch's functions have no argument for the op, so that each op has a function of its own.
@@ -338,15 +343,8 @@ constexpr size_t kMostOps = 256;
 
 template <size_t kOp>
 void RunOp(StackValue* stack, uint64_t, uint64_t) {
-  const char* text = nullptr;
-  {
-    const Status status = RunStack(NativeOps()[kOp], stack);
-    if (status.ok()) return;
-    thread_local std::string kept;  // the exception passes through here
-    kept = status.message();
-    text = kept.c_str();
-  }
-  torch->check(false, "tiercel", __FILE__, __LINE__, text);
+  if (RunStack(NativeOps()[kOp], stack)) return;
+  torch->check(false, "tiercel", __FILE__, __LINE__, last_error.c_str());
 }
 
 template <size_t... kOps>
