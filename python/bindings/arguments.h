@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "kernels/sm90/tensor_view.h"
+#include "python/bindings/native_value.h"
 #include "python/bindings/tensor_from_python.h"
 
 namespace tiercel::python {
@@ -83,9 +84,10 @@ struct Field {
   bool is_tensor = false;
   void (*tensor)(Call*, const TensorView*) = nullptr;
   bool (*value)(PyObject*, const char* op, const char* name, Call*) = nullptr;
-  bool may_be_none = false;    // a tensor
-  bool may_be_absent = false;  // of the last arguments
-  bool stream = false;         // the launch uses this tensor's device and stream
+  bool (*native)(const NativeValue&, Call*) = nullptr;  // false for a value of another type
+  bool may_be_none = false;                             // a tensor
+  bool may_be_absent = false;                           // of the last arguments
+  bool stream = false;  // the launch uses this tensor's device and stream
 };
 
 template <auto... kPath>
@@ -112,6 +114,9 @@ constexpr Field<ClassOf<kPath...>> Value(const char* name) {
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     return ReadValue(object, op, label, &MemberAt<kPath...>(*call));
   };
+  field.native = [](const NativeValue& value, Call* call) {
+    return value.Read(&MemberAt<kPath...>(*call));
+  };
   return field;
 }
 
@@ -122,6 +127,9 @@ constexpr Field<ClassOf<kPath...>> ValueOrNone(const char* name) {
   Field<Call> field{name, TypeName<std::optional<ValueOf<kPath...>>>()};
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     return object == Py_None || ReadValue(object, op, label, &MemberAt<kPath...>(*call));
+  };
+  field.native = [](const NativeValue& value, Call* call) {
+    return value.kind == NativeValue::kNone || value.Read(&MemberAt<kPath...>(*call));
   };
   return field;
 }
@@ -134,6 +142,12 @@ constexpr Field<ClassOf<kPath...>> Index(const char* name) {
   field.value = [](PyObject* object, const char* op, const char* label, Call* call) {
     int index = 0;
     if (!ReadIndex(object, op, label, static_cast<int>(kLast), &index)) return false;
+    MemberAt<kPath...>(*call) = static_cast<decltype(kLast)>(index);
+    return true;
+  };
+  field.native = [](const NativeValue& value, Call* call) {
+    int64_t index = 0;
+    if (!value.Read(&index) || index < 0 || index > static_cast<int64_t>(kLast)) return false;
     MemberAt<kPath...>(*call) = static_cast<decltype(kLast)>(index);
     return true;
   };

@@ -33,7 +33,7 @@ int TakesSm90(const EagerCall& call, const Arguments& arguments) {
     const int differs = PyUnicode_Compare(backend, call.name_sm90);
     if (differs != 0) return PyErr_Occurred() ? -1 : 0;
   }
-  const Py_ssize_t place = call.tensors.items[0];
+  const Py_ssize_t place = call.layout.tensors.items[0];
   const TensorView* first = arguments.view(place);
   const bool on_gpu = first != nullptr && first->device_type == DeviceType::kCUDA;
   const Reference device(on_gpu ? PyLong_FromLong(first->device_index)
@@ -70,7 +70,7 @@ PyObject* Release(Outputs* outputs, Py_ssize_t count) {
 
 // The outputs, after the launch. Null without a Python exception where nothing was done.
 PyObject* Launch(const EagerCall& call, const Arguments& arguments) {
-  if (!HasPlainLayout(call, arguments)) return nullptr;
+  if (UnfitTensor(call.layout, arguments) >= 0) return nullptr;
   Outputs outputs;
   if (!MakeOutputs(call, arguments, &outputs)) return nullptr;
   std::array<PyObject*, decltype(call.slots)::kMost> values;

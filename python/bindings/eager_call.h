@@ -4,6 +4,7 @@
 //
 //   eager_call.cc         runs a call
 //   eager_outputs.cc      reads its tensors and makes its outputs
+//   call_layout.h         the layouts and sizes, which native_op.cc needs too
 //   eager_description.cc  makes an EagerCall of its description
 //   eager_forms.cc        EagerInto and EagerFilled: the same call with its arguments in other
 //   forms
@@ -14,23 +15,9 @@
 
 #include <cstdint>
 
+#include "python/bindings/call_layout.h"
+
 namespace tiercel::python {
-
-constexpr Py_ssize_t kMaxArguments = 32;
-constexpr Py_ssize_t kMaxTensors = 16;
-constexpr Py_ssize_t kMaxOutputs = 5;
-
-// Up to kMost items, in place.
-template <typename Item, Py_ssize_t kMost_>
-struct Few {
-  static constexpr Py_ssize_t kMost = kMost_;
-
-  Py_ssize_t count;
-  Item items[kMost];
-
-  const Item* begin() const { return items; }
-  const Item* end() const { return items + count; }
-};
 
 // One argument of the native function.
 struct Slot {
@@ -39,43 +26,13 @@ struct Slot {
   PyObject* value;  // the table of a lookup, or a constant
 };
 
-// A size of an output: argument `place`'s dimension `dim`, or its value if it is an int, divided by
-// `divisor` unless argument `unless` (-1: none) is given.
-struct Size {
-  Py_ssize_t place, dim;
-  long long divisor;
-  Py_ssize_t unless;
-};
-
-// A contiguous output on the device of argument `like`.
-struct Output {
-  Py_ssize_t like;
-  PyObject* dtype;  // null: that of argument `dtype_place`, or the dtype that it is
-  Py_ssize_t dtype_place;
-  PyObject* other_dtype;  // if argument `other_place` is given; null: never
-  Py_ssize_t other_place;
-  PyObject* unwanted;  // a dtype that `instead` takes the place of; null: none
-  PyObject* instead;
-  bool batched;  // begins with all dimensions of `like` but the last `dropped`
-  Py_ssize_t dropped;
-  Few<Size, 4> sizes;
-};
-
-// Argument `place` has `rank` dimensions.
-struct Rank {
-  Py_ssize_t place, rank;
-};
-
-// Dimension `dim` of argument `place` is the int argument `number`.
-struct Equal {
-  Py_ssize_t place, dim, number;
-};
+using Output = OutputOf<PyObject*>;
 
 // An operator's own; lives as long as the process.
 struct EagerCall {
   PyObject_HEAD vectorcallfunc vectorcall;
-  Py_ssize_t count;                      // of the operator's arguments, `backend` last
-  Few<Py_ssize_t, kMaxTensors> tensors;  // places of the tensor arguments, which may be None
+  Py_ssize_t count;  // of the operator's arguments, `backend` last
+  Layout layout;
   Few<Py_ssize_t, kMaxTensors> mutated;  // places of the arguments that are written to
   PyObject* ready;                       // set of devices that sm90 runs on
   PyObject* run;                         // sm90 in Python: (*arguments) -> outputs
@@ -83,14 +40,10 @@ struct EagerCall {
   PyObject* fallback;                    // (*arguments) -> outputs: every other call
   PyObject* increment_version;
   PyObject* name_sm90;
-  PyObject* native;     // a function of this module, or None: `run` is called
-  bool returns;         // the native function returns the outputs itself
-  uint64_t contiguous;  // bit i: argument i is contiguous
-  uint64_t absent;      // bit i: argument i is None
+  PyObject* native;  // a function of this module, or None: `run` is called
+  bool returns;      // the native function returns the outputs itself
   Few<Slot, 32> slots;
   Few<Output, kMaxOutputs> outputs;
-  Few<Rank, 16> ranks;
-  Few<Equal, 16> equals;
 };
 
 // A function that takes what is not the plain case, with the call's arguments as they came.

@@ -156,11 +156,12 @@ PyObject* NewEagerCall(PyTypeObject* type, PyObject* positional, PyObject* keywo
   call->name_sm90 = PyUnicode_InternFromString("sm90");
   call->native = Py_NewRef(native);
   call->returns = returns != 0;
-  if (ReadEach(*call, tensors, "too many tensors", &call->tensors) &&
+  if (ReadEach(*call, tensors, "too many tensors", &call->layout.tensors) &&
       ReadEach(*call, mutated, "too many tensors", &call->mutated) &&
-      ReadBits(*call, contiguous, &call->contiguous) && ReadBits(*call, absent, &call->absent) &&
-      ReadEach(*call, ranks, "too many ranks", &call->ranks) &&
-      ReadEach(*call, equals, "too many equal sizes", &call->equals) &&
+      ReadBits(*call, contiguous, &call->layout.contiguous) &&
+      ReadBits(*call, absent, &call->layout.absent) &&
+      ReadEach(*call, ranks, "too many ranks", &call->layout.ranks) &&
+      ReadEach(*call, equals, "too many equal sizes", &call->layout.equals) &&
       ReadEach(*call, outputs, "too many outputs", &call->outputs) &&
       ReadEach(*call, slots, "too many slots", &call->slots)) {
     return reinterpret_cast<PyObject*>(call);

@@ -6,48 +6,20 @@
 namespace tiercel::python {
 namespace {
 
-bool IsContiguous(const TensorView& view) {
-  int64_t step = 1;
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    if (view.shape[i] == 0) return true;
-    if (view.shape[i] != 1 && view.strides[i] != step) return false;
-    step *= view.shape[i];
-  }
-  return true;
-}
-
-// The functions below return false or null without a Python exception where the call is not the
+// The functions below return null without a Python exception where the call is not the
 // plain case.
 
-bool SizeOf(const Size& size, const Arguments& arguments, int64_t* value) {
-  if (const TensorView* view = arguments.view(size.place)) {
-    const Py_ssize_t dim = size.dim < 0 ? size.dim + view->ndim : size.dim;
-    if (dim < 0 || dim >= view->ndim) return false;
-    *value = view->shape[dim];
-  } else {
-    long long number = 0;
-    if (!arguments.ReadInt(size.place, &number) || number < 0) return false;
-    *value = number;
-  }
-  if (size.divisor == 1 || (size.unless >= 0 && arguments.IsGiven(size.unless))) return true;
-  if (*value % size.divisor != 0) return false;
-  *value /= size.divisor;
-  return true;
-}
-
-PyObject* SizesOf(const Output& output, const TensorView& like, const Arguments& arguments) {
-  const Py_ssize_t batch = output.batched ? like.ndim - output.dropped : 0;
-  if (batch < 0) return nullptr;
-  Reference sizes(PyTuple_New(batch + output.sizes.count));
-  if (!sizes) return nullptr;
-  for (Py_ssize_t i = 0; i < batch + output.sizes.count; ++i) {
-    int64_t value = 0;
-    if (i < batch) {
-      value = like.shape[i];
-    } else if (!SizeOf(output.sizes.items[i - batch], arguments, &value)) {
-      return nullptr;
-    }
-    PyObject* size = PyLong_FromLongLong(value);
+PyObject* SizesOf(const Output& output, const Arguments& arguments) {
+  int64_t values[kMaxOutputDims];
+  bool fits = true;
+  const Py_ssize_t count = EachSize(output, arguments, [&](Py_ssize_t i, int64_t value) {
+    fits = fits && i < kMaxOutputDims;
+    if (fits) values[i] = value;
+  });
+  if (count < 0 || !fits) return nullptr;
+  Reference sizes(PyTuple_New(count));
+  for (Py_ssize_t i = 0; sizes && i < count; ++i) {
+    PyObject* size = PyLong_FromLongLong(values[i]);
     if (size == nullptr) return nullptr;
     PyTuple_SET_ITEM(sizes.get(), i, size);
   }
@@ -66,7 +38,7 @@ PyObject* DTypeOf(const Output& output, const Arguments& arguments) {
 PyObject* MakeOutput(const Output& output, const Arguments& arguments) {
   const TensorView* like = arguments.view(output.like);
   if (like == nullptr) return nullptr;
-  const Reference sizes(SizesOf(output, *like, arguments));
+  const Reference sizes(SizesOf(output, arguments));
   if (!sizes) return nullptr;
   const Reference dtype(DTypeOf(output, arguments));
   if (!dtype) return nullptr;
@@ -82,29 +54,6 @@ bool Arguments::ReadInt(Py_ssize_t place, long long* number) const {
   if (*number == -1 && PyErr_Occurred()) {
     PyErr_Clear();
     return false;
-  }
-  return true;
-}
-
-bool HasPlainLayout(const EagerCall& call, const Arguments& arguments) {
-  for (const Py_ssize_t place : call.tensors) {
-    if (!arguments.IsGiven(place)) continue;
-    if (call.absent >> place & 1) return false;
-    const TensorView* view = arguments.view(place);
-    if (view == nullptr) return false;
-    if ((call.contiguous >> place & 1) && !IsContiguous(*view)) return false;
-  }
-  for (const Rank& rule : call.ranks) {
-    const TensorView* view = arguments.view(rule.place);
-    if (view == nullptr || view->ndim != rule.rank) return false;
-  }
-  for (const Equal& rule : call.equals) {
-    const TensorView* view = arguments.view(rule.place);
-    long long number = 0;
-    if (view == nullptr || rule.dim >= view->ndim || !arguments.ReadInt(rule.number, &number) ||
-        view->shape[rule.dim] != number) {
-      return false;
-    }
   }
   return true;
 }

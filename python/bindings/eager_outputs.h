@@ -20,8 +20,8 @@ class Arguments {
  public:
   Arguments(const EagerCall& call, PyObject* const* values) : values_(values) {
     places_.fill(-1);
-    const Py_ssize_t first = call.tensors.items[0];
-    for (const Py_ssize_t place : call.tensors) {
+    const Py_ssize_t first = call.layout.tensors.items[0];
+    for (const Py_ssize_t place : call.layout.tensors) {
       if (!IsGiven(place) && place != first) continue;
       places_[place] = static_cast<signed char>(count_);
       tensors_[count_++] = values[place];
@@ -51,9 +51,6 @@ class Arguments {
   std::array<signed char, kMaxArguments> places_;
   TensorsOfCall read_;
 };
-
-// Tells if the native function takes the tensors as they are.
-bool HasPlainLayout(const EagerCall& call, const Arguments& arguments);
 
 using Outputs = std::array<Reference, kMaxOutputs>;
 

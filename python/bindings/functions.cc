@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python/bindings/functions.h"
 
+#include <cstring>
 #include <map>
 #include <vector>
 
@@ -63,6 +64,25 @@ void DeclareField(std::string* text, const char* name, const char* type) {
 Family::Family(const Function* functions, size_t count)
     : functions_(functions), count_(count), next_(first_family) {
   first_family = this;
+}
+
+Status WrongCount(const char* op, size_t expected, size_t count) {
+  return Status::TypeError(std::string(op) + ": " + std::to_string(expected) +
+                           " arguments are expected, got " + std::to_string(count));
+}
+
+Status WrongValue(const char* op, const char* name, const char* type) {
+  return Status::TypeError(std::string(op) + ": `" + name + "` must be a " + type);
+}
+
+NativeFunction FindNative(const char* name) {
+  for (const Family* family = first_family; family != nullptr; family = family->next_) {
+    for (size_t i = 0; i < family->count_; ++i) {
+      const Function& function = family->functions_[i];
+      if (std::strcmp(function.name, name) == 0) return function.native;
+    }
+  }
+  return nullptr;
 }
 
 int AddFamilies(PyObject* module) {

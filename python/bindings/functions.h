@@ -85,6 +85,7 @@ struct Function {
   const char* arguments = "";
   void (*declare)(std::string*) = nullptr;
   PyCFunction call_one = nullptr;
+  NativeFunction native = nullptr;  // a launch of the same arguments without Python
 };
 
 void DescribeArgument(std::string* text, const char* name, const char* type, bool may_be_absent);
@@ -129,6 +130,43 @@ PyObject* RunLaunch(PyObject*, PyObject* const* values, Py_ssize_t count) {
     if (result != nullptr) kParameters.after();
   }
   return result;
+}
+
+// Whether the arguments can be read without Python.
+template <const auto& kParameters>
+constexpr bool IsNative() {
+  for (size_t i = 0; i < kParameters.count; ++i) {
+    const auto& field = kParameters.fields[i];
+    if (!field.is_tensor && field.native == nullptr && !field.may_be_absent) return false;
+  }
+  return true;
+}
+
+Status WrongCount(const char* op, size_t expected, size_t count);
+Status WrongValue(const char* op, const char* name, const char* type);
+
+template <const auto& kParameters, auto kLaunch>
+Status RunNative(const NativeValue* values, size_t count, void* stream) {
+  constexpr size_t kRequired = kParameters.required();
+  if (count < kRequired || count > kParameters.count) {
+    return WrongCount(kParameters.op, kRequired, count);
+  }
+  auto call = kParameters.call;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& field = kParameters.fields[i];
+    const NativeValue& value = values[i];
+    const bool is_none = value.kind == NativeValue::kNone;
+    if (!field.is_tensor) {
+      if (field.native == nullptr || !field.native(value, &call)) {
+        return WrongValue(kParameters.op, field.name, field.type);
+      }
+    } else if (value.kind == NativeValue::kTensor) {
+      field.tensor(&call, value.tensor);
+    } else if (!is_none || !field.may_be_none) {
+      return WrongValue(kParameters.op, field.name, "Tensor");
+    }
+  }
+  return kLaunch(call, stream);
 }
 
 // The multiprocessors of the device that a tensor is on; an H100's where there is none to ask.
@@ -179,8 +217,13 @@ template <const auto& kParameters, auto kLaunch, auto kCheck = nullptr>
 constexpr Function LaunchOf(const char* name, const char* text) {
   using Call = typename Parsed<kParameters>::Call;
   constexpr bool kReturns = std::is_invocable_v<decltype(kLaunch), const Call&, void*, int64_t*>;
-  return {name, RunLaunch<kParameters, kLaunch, kCheck>, text, kReturns ? "int" : "None",
-          Describe<kParameters>};
+  constexpr bool kChecks = !std::is_null_pointer_v<decltype(kCheck)>;
+  Function function{name, RunLaunch<kParameters, kLaunch, kCheck>, text, kReturns ? "int" : "None",
+                    Describe<kParameters>};
+  if constexpr (!kReturns && !kChecks && IsNative<kParameters>()) {
+    function.native = RunNative<kParameters, kLaunch>;
+  }
+  return function;
 }
 
 inline constexpr char kPlanText[] =
@@ -236,11 +279,15 @@ class Family {
  private:
   friend int AddFamilies(PyObject* module);
   friend std::string StubOfFamilies();
+  friend NativeFunction FindNative(const char* name);
 
   const Function* functions_;
   size_t count_;
   const Family* next_;
 };
+
+// The launch of that name without Python; null where there is none.
+NativeFunction FindNative(const char* name);
 
 // Adds all functions of all families. Not zero with a Python exception.
 int AddFamilies(PyObject* module);

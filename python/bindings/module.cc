@@ -11,6 +11,7 @@
 #include "python/bindings/functions.h"
 #include "python/bindings/invariant.h"
 #include "python/bindings/jit.h"
+#include "python/bindings/native_op.h"
 #include "python/bindings/reference.h"
 
 namespace tiercel::python {
@@ -48,7 +49,41 @@ PyObject* ClearCache(PyObject*, PyObject*) {
 
 PyObject* Stub(PyObject*, PyObject*) { return PyUnicode_FromString(StubOfFamilies().c_str()); }
 
+PyObject* ClaimTorchOps(PyObject*, PyObject*) {
+  static constexpr char kPython[] = "Python";
+  const char* owner = ClaimOps(kPython);
+  if (owner == nullptr || owner == kPython) Py_RETURN_NONE;
+  PyErr_Format(PyExc_RuntimeError,
+               "tiercel: the ops of this process are registered already, from %s "
+               "(tiercel_register_torch_ops); use torch.ops.tiercel, or import tiercel in another "
+               "process",
+               owner);
+  return nullptr;
+}
+
+PyObject* HasNative(PyObject*, PyObject* name) {
+  const char* text = PyUnicode_AsUTF8(name);
+  return text == nullptr ? nullptr : PyBool_FromLong(FindNative(text) != nullptr);
+}
+
+PyObject* NativeOpNames(PyObject*, PyObject*) {
+  const std::vector<NativeOp>& ops = NativeOps();
+  PyObject* names = PyTuple_New(static_cast<Py_ssize_t>(ops.size()));
+  for (size_t i = 0; names != nullptr && i < ops.size(); ++i) {
+    PyObject* name = PyUnicode_FromString(ops[i].name.c_str());
+    if (name == nullptr) Py_CLEAR(names);
+    if (name != nullptr) PyTuple_SET_ITEM(names, static_cast<Py_ssize_t>(i), name);
+  }
+  return names;
+}
+
 PyMethodDef functions[] = {
+    {"claim_torch_ops", ClaimTorchOps, METH_NOARGS,
+     "claim_torch_ops()\n--\n\nRaises if the ops of this process are registered from C++."},
+    {"has_native", HasNative, METH_O,
+     "has_native(name, /)\n--\n\nWhether this function has a form without Python."},
+    {"native_ops", NativeOpNames, METH_NOARGS,
+     "native_ops()\n--\n\nThe names of the ops that run without Python."},
     {"driver_info", DriverInfo, METH_NOARGS,
      "driver_info()\n--\n\nOpens the NVIDIA driver and says whether it will do, its CUDA version "
      "and why not."},

@@ -200,6 +200,22 @@ def test_gated_mlps_are_tried(module, why):
     torch.testing.assert_close(module(x), before)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_gated_mlp_that_drops_results_in_training_still_does(training):
+    """Whichever mode `apply` finds it in."""
+    module = GatedMLP(lambda m, x: nn.functional.dropout(usual(m, x), 0.5, m.training))
+    module.train(training)
+    state = torch.get_rng_state()
+    report = door.apply(nn.Sequential(module))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.replaced["gated activation"] == ["0"]
+    x = torch.randn(64, 16)
+    module.train()
+    assert 0.3 < (module(x) == 0).float().mean() < 0.7
+    module.eval()
+    torch.testing.assert_close(module(x), usual(module, x))
+
+
 class TestActivationsOfTraining:
     """The result of a gated MLP's activation is not kept for the backward."""
 

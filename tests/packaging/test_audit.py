@@ -171,6 +171,19 @@ def test_a_symbol_too_new(wheel: Wheel, policy: Policy, tmp_path: pathlib.Path) 
 
 
 @pytest.mark.parametrize("path", ["/home/builder/tiercel/kernels/a.cu", "/root/.cache/x"])
+def test_a_symbol_of_python_that_must_be_there(wheel: Wheel, policy: Policy) -> None:
+    table = wheel.elf.get_section_by_name(".dynsym")
+    index, name = next(
+        (i, s.name) for i, s in enumerate(table.iter_symbols()) if s.name.startswith("Py")
+    )
+    at = table["sh_offset"] + index * table["sh_entsize"] + 4  # st_info
+    module = bytearray(wheel.members[wheel.module])
+    module[at] = 1 << 4 | module[at] & 15  # STB_GLOBAL
+    wheel.members[wheel.module] = bytes(module)
+    del wheel.elf
+    assert f"it needs ['{name}']" in said(module_checks.symbols, wheel, policy)
+
+
 def test_a_path_of_the_build_machine(wheel: Wheel, policy: Policy, path: str) -> None:
     wheel.members[wheel.module] += path.encode()
     wheel.members["tiercel/_version.py"] += path.encode()

@@ -23,6 +23,9 @@ ALLOWED_LIBRARIES = {
     *("libpthread.so.0", "librt.so.1"),
 }
 
+# For Python, and for C++ programs (docs/cpp.md).
+EXPORTED = {"PyInit__C", "tiercel_register_torch_ops"}
+
 # Paths of a build machine, which would also make the bytes depend on the folder.
 PATHS_OF_A_BUILD = re.compile(
     rb"/home/|/root/|/Users/|/tmp/|/usr/local/cuda|execroot|bazel-out|_bazel_|linux-sandbox"
@@ -41,8 +44,10 @@ def libraries(wheel: Wheel, policy: Policy) -> Iterator[str]:
 
 
 def symbols(wheel: Wheel, policy: Policy) -> Iterator[str]:
-    if wheel.exported() != {"PyInit__C"}:
-        yield f"the module exports {sorted(wheel.exported())[:5]}, expected PyInit__C alone"
+    if wheel.exported() != EXPORTED:
+        yield f"the module exports {sorted(wheel.exported())[:5]}, expected {sorted(EXPORTED)}"
+    if needed := wheel.needed_of_python():
+        yield f"no program without Python can load the module: it needs {needed[:5]}"
     versions = wheel.needed_versions()
     if not versions:
         yield "the module names no symbol versions"

@@ -106,6 +106,17 @@ class Wheel:
         symbols = self.elf.get_section_by_name(".dynsym").iter_symbols()
         return {s.name for s in symbols if s.name and s["st_shndx"] != "SHN_UNDEF"}
 
+    def needed_of_python(self) -> list[str]:
+        """Python's symbols without which the module is not loaded."""
+        symbols = self.elf.get_section_by_name(".dynsym").iter_symbols()
+        return [
+            s.name
+            for s in symbols
+            if s["st_shndx"] == "SHN_UNDEF"
+            and s["st_info"]["bind"] == "STB_GLOBAL"
+            and s.name.startswith(("Py", "_Py"))
+        ]
+
     def needed_versions(self) -> list[tuple[str, str]]:
         """Library and symbol version, as ("libc.so.6", "GLIBC_2.34")."""
         return [

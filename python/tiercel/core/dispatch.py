@@ -19,6 +19,7 @@ from tiercel.core.platform import Reason
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_C.claim_torch_ops()
 library = torch.library.Library("tiercel", "FRAGMENT")
 
 # The operators of public ops, by the op's name.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ from tiercel.integrations.transformers.masks import Mask
 # A keyword that `apply` adds to a forward without position ids.
 ONE_SEQUENCE = "tiercel_one_sequence"
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+# What a model may ask of attention that Tiercel lacks, and sdpa too but for a bias.
+_UNSUPPORTED = (
+    "output_attentions",
+    "position_bias",
+    "head_mask",
+    "sinks",
+    "indices",
+    "block_indices",
+)
+_EAGER_ONLY = ("output_attentions", "head_mask", "sinks")
+
 _SEQUENCES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -49,8 +61,16 @@ def attention_forward(
     dense = attention_mask
     if isinstance(mask, Mask) and attention_mask is not None:
         dense = mask.dense(query.device)
+    indices, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    if indices is not None or blocks is not None:
+        dense = _allowed(dense, mask, query, key)
+    if indices is not None:
+        dense = _selected(indices, dense, key)
+    if blocks is not None:
+        dense = _of_blocks(module, blocks, dense, query, key)
     known = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-    if softcap is None and s_aux is None and not kwargs.get("output_attentions"):
+    eager = softcap is not None or s_aux is not None or any(_is_given(kwargs, _EAGER_ONLY))
+    if not eager:
         _warn("sdpa", why)
         return sdpa_attention_forward(module, query, key, value, dense, **known, **kwargs)  # type: ignore[no-any-return]
     _warn("eager", why)
@@ -59,6 +79,59 @@ def attention_forward(
     known.update({name: option for name, option in more.items() if option is not None})
     additive = _additive(dense, mask, query, key)
     return _eager_of(module)(module, query, key, value, additive, **known, **kwargs)  # type: ignore[no-any-return]
+
+
+def _is_given(kwargs: dict[str, Any], names: tuple[str, ...]) -> Iterator[str]:
+    """Those of the names that the call gives."""
+    for name in names:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            yield name
+
+
+# Models with sparse attention narrow the mask themselves only where the attention is named eager or
+# sdpa; others get the selection.
+
+
+def _allowed(
+    dense: Tensor | None, mask: Mask | Tensor, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """The mask before a selection, None where every query sees all keys."""
+    if dense is None and isinstance(mask, Mask) and mask.causal:
+        return _causal(query, key)
+    return dense
+
+
+def _selected(indices: Tensor, dense: Tensor | None, key: Tensor) -> Tensor:
+    """The mask, narrowed to the keys that ``indices`` selects for each query: ``[B, S, N]``."""
+    shape = (*indices.shape[:2], key.shape[2])
+    chosen = torch.zeros(shape, dtype=torch.bool, device=key.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    if dense is None:
+        return chosen
+    if dense.dtype == torch.bool:
+        return dense & chosen
+    return dense.masked_fill(~chosen, torch.finfo(dense.dtype).min)
+
+
+def _of_blocks(
+    module: torch.nn.Module, blocks: Tensor, dense: Tensor | None, query: Tensor, key: Tensor
+) -> Tensor:
+    """The mask, narrowed to blocks of keys by the model's own indexer."""
+    build = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+    if build is None:
+        raise NotImplementedError(
+            f'attn_implementation="tiercel": {type(module).__name__} passes `block_indices` and '
+            "has no `indexer.build_block_mask` that makes a mask of them; use sdpa"
+        )
+    if dense is None:
+        dense = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
+    made: Tensor = build(blocks, dense, key.shape[2], query.dtype, key.device, position_ids=None)
+    return made
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    at = torch.arange(key.shape[2], device=query.device)
+    return (at <= at[: query.shape[2], None])[None, None]
 
 
 def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -100,9 +173,8 @@ def _why_not(
             return f"a head dimension of {size}, which is no multiple of 8 up to 256"
     if dropout:
         return "dropout of attention weights"
-    for name in ("output_attentions", "position_bias", "head_mask"):
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            return f"`{name}`"
+    for name in _is_given(kwargs, _UNSUPPORTED):
+        return f"`{name}`"
     if not isinstance(mask, Mask):
         return "a mask of all scores"
     if mask.places is not None:
@@ -230,10 +302,7 @@ def _additive(
     dense: Tensor | None, mask: Mask | Tensor, query: Tensor, key: Tensor
 ) -> Tensor | None:
     """A mask as eager attention takes it."""
-    if dense is None and isinstance(mask, Mask) and mask.causal:
-        at = torch.arange(key.shape[2], device=query.device)
-        dense = at <= at[: query.shape[2], None]
-        dense = dense[None, None]
+    dense = _allowed(dense, mask, query, key)
     if dense is None or dense.dtype != torch.bool:
         return dense
     hidden = torch.finfo(query.dtype).min

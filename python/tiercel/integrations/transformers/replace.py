@@ -323,25 +323,27 @@ def _gated_mlp(module: nn.Module) -> Forward | str | None:
     if not known:
         return "its activation is not SiLU, GELU or ReLU"
     name, more = known[0]
-    if not _is_gated(module, names, act):
+    if not _is_gated(module, names, act, training=False):
         return "it computes something else than a gated MLP"
-    return _mlp_forward(Activation(name, more), joined=names is _JOINED)
+    # Some drop a part of their results in training.
+    trains = _is_gated(module, names, act, training=True)
+    return _mlp_forward(Activation(name, more), joined=names is _JOINED, trains=trains)
 
 
-def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward) -> bool:
-    """Runs the forward on a copy with small matrices."""
+def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward, *, training: bool) -> bool:
+    """Runs the forward on a copy with small matrices, in training mode or not."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(8, 8, generator=generator) for name in names}
     if names is _JOINED:
         weights["gate_up_proj"] = torch.randn(16, 8, generator=generator)
     small = copy.copy(module)
-    small._modules = dict(module._modules)
+    small.training, small._modules = training, dict(module._modules)
     for name, weight in weights.items():
         linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
         linear.weight = nn.Parameter(weight)
         small._modules[name] = linear
     x = torch.randn(2, 3, 8, generator=generator)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
         if names is _JOINED:
             gate, up = (x @ weights["gate_up_proj"].T).chunk(2, -1)
         else:
@@ -350,9 +352,11 @@ def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward) -> bool:
         return _equal(_try(lambda x: type(module).forward(small, x), x), expected)
 
 
-def _mlp_forward(activation: Activation, joined: bool) -> Forward:
+def _mlp_forward(activation: Activation, joined: bool, trains: bool) -> Forward:
+    """`trains`: in training mode, too."""
+
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        if _compiler_joins():
+        if _compiler_joins() or (self.training and not trains):
             return type(self).forward(self, x)  # type: ignore[no-any-return]
         names = _JOINED if joined else _APART
         *before, down = (getattr(self, name) for name in names)
