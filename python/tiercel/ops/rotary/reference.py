@@ -188,16 +188,16 @@ def qk_norm_rope_backward(
         (k, grad_k_out, k_weight, for_k_weight),
     ):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        turned = turned(grad.to(wide), positions, back, interleaved)
+        inner = turned(grad.to(wide), positions, back, interleaved)
         of_weight = x.new_empty(0) if weight is None else weight.new_empty(0)
         if weight is not None:
             factor = torch.rsqrt(x.to(wide).square().mean(dim=-1, keepdim=True) + eps)
             normed = x.to(wide) * factor
             if wanted:
-                of_weight = (turned * normed).sum(dim=(0, 1)).to(weight.dtype)
-            turned = turned * weight.to(wide)
-            mean = (turned * normed).mean(dim=-1, keepdim=True)
-            turned = factor * (turned - normed * mean)
-        of_heads.append(turned.to(x.dtype))
+                of_weight = (inner * normed).sum(dim=(0, 1)).to(weight.dtype)
+            inner = inner * weight.to(wide)
+            mean = (inner * normed).mean(dim=-1, keepdim=True)
+            inner = factor * (inner - normed * mean)
+        of_heads.append(inner.to(x.dtype))
         of_weights.append(of_weight)
     return *of_heads, *of_weights  # type: ignore[return-value]
