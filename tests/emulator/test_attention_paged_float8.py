@@ -88,7 +88,7 @@ def bits_of_16_bits(given, **options):
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-@pytest.mark.parametrize("page", [1, 16, 128])
+@pytest.mark.parametrize("page", [1, 16, 64])
 def test_256_columns(page, multiprocessors):
     given = make_float8([(150, 210), (0, 40), (70, 300)], d=256, page=page)
     with running(multiprocessors=multiprocessors):
@@ -174,6 +174,4 @@ def test_float8_queries(lengths, d, kernel, scales):
 
 def test_float8_queries_in_rows_apart():
     q, *rest = make_float8([(5, 40), (1, 9)], d=64, queries=FLOAT8)
-    apart = torch.stack([q, q], 1).flatten(1, 2)[:, ::2]
-    assert apart.stride() != q.stride()
     check((torch.cat([q, q], 1)[:, :4], *rest), q_scale=Q_SCALE, softcap=3.0)
