@@ -75,9 +75,9 @@ __device__ __forceinline__ void store_gates(const DeltaBackArgs& args, const Del
 #pragma unroll
   for (int i = 0; i < kThreads / 32; ++i) states += numbers.states[i];
   states *= exp2_approx(numbers.gate[kTokens - 1]);
-  // Sums of this lane's tokens and later ones, and of tokens before them.
+  // Sums of later lanes' tokens, and of earlier ones'. Nothing is subtracted again: after a strong
+  // gate a lane's own terms are greater by many orders of magnitude than what has to remain.
   float later = of_gate[0] + of_gate[1], before = of_state[0] + of_state[1];
-  const float own = before;
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     const float other = __shfl_down_sync(kFullWarp, later, lanes);
@@ -85,9 +85,12 @@ __device__ __forceinline__ void store_gates(const DeltaBackArgs& args, const Del
     const float earlier = __shfl_up_sync(kFullWarp, before, lanes);
     if (lane >= lanes) before += earlier;
   }
-  before -= own;
-  const float gates[2] = {later + before + states,
-                          later - of_gate[0] + before + of_state[0] + states};
+  const float behind = __shfl_down_sync(kFullWarp, later, 1);
+  const float ahead = __shfl_up_sync(kFullWarp, before, 1);
+  later = (lane < 31 ? behind : 0.0f) + of_gate[1];
+  before = lane > 0 ? ahead : 0.0f;
+  const float gates[2] = {later + of_gate[0] + before + states,
+                          later + before + of_state[0] + states};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = 2 * lane + i;
