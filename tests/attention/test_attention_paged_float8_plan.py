@@ -91,8 +91,8 @@ def test_prefixes_run_on_the_kernels_of_windows(make, d, softcap):
             queries(q=far(900, 8, 64, strides=(1024, 128, 2), dtype=FLOAT8)),
         ),
         (
-            "`q` must start at a multiple of 16 bytes, with strides that are too",
-            queries(q=far(900, 8, 64, strides=(520, 64, 1), dtype=FLOAT8)),
+            "`q` must start at a multiple of 8 bytes, with strides that are too",
+            queries(q=far(900, 8, 64, strides=(516, 64, 1), dtype=FLOAT8)),
         ),
         (
             "`prefix` must be None with a window that limits the keys before a query",

@@ -57,7 +57,7 @@ def test_a_model(name, checkpoints, device, monkeypatch):
     assert len(added) == (2 if checkpoints is None else 4 if by_call else 0)
     for mine, theirs, right in zip(*(m.parameters() for m in (ours, usual, wide)), strict=True):
         errors = [(p.grad.float() - right.grad).norm() for p in (mine, theirs)]
-        assert errors[0] <= 1.25 * errors[1] + 2e-3 * right.grad.norm()
+        assert errors[0] <= 1.5 * errors[1] + 2e-3 * right.grad.norm()
 
 
 def one_layer(name="Llama"):

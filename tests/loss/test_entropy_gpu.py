@@ -54,7 +54,8 @@ def test_entropies_and_gradients(rows, hidden, classes, both, dtype):
     unit = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-3  # tensor cores' float32
     for got, exactly in zip(found, due, strict=True):
         distance = (got.double() - exactly).norm() / exactly.norm()
-        assert distance <= 2 * unit, distance
+        # In 16 bits logits are rounded before the terms of an entropy cancel.
+        assert distance <= 3 * unit, distance
 
 
 def test_a_large_vocabulary():

@@ -298,7 +298,7 @@ def test_opcheck_and_explain(draw):
 
 def test_more_than_two_dimensions_left_falls_back(draw):
     x = draw(8, 8, 8, 8)[:, ::2, ::2, ::2]
-    with pytest.raises(NotImplementedError, match="more than two dimensions"):
+    with pytest.raises(NotImplementedError, match="must merge to at most two dimensions"):
         tiercel.reduce(x, 0, backend="sm90")
-    with pytest.warns(tiercel.FallbackWarning, match="more than two dimensions"):
+    with pytest.warns(tiercel.FallbackWarning, match="must merge to at most two dimensions"):
         check(x, 0)

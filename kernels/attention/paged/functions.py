@@ -111,12 +111,14 @@ def function(dtype, tile, mask, capped=False, chained=False, tree=False, float8=
 
 
 def functions():
-    small, wide = _TILES[0], _TILES[-1]
+    built = [
+        function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
+    ]
+    built += [
+        function(dtype, _TILES[-1], *kind, float8=True) for dtype in _DTYPES for kind in _KINDS
+    ]
     return [
-        function("bf16", small, "causal"),
-        function("bf16", wide, "causal", float8=True),
-        function("bf16", small, "window"),
-        function("bf16", wide, "causal"),
-        function("bf16", wide, "window", capped=True, float8=True),
-        function("bf16", wide, "window", capped=True),
+        *built,
+        function("bf16", _CHAINED_TILE, "causal", chained=True),
+        function("bf16", _TREE_TILE, "causal", tree=True),
     ]

@@ -14,8 +14,10 @@ namespace tiercel {
 namespace {
 
 constexpr const char* kOp = kPagedOp;
-constexpr int64_t kVector = 8;      // columns that a thread converts
-constexpr int64_t kAlignment = 16;  // bytes
+constexpr int64_t kVector = 8;     // columns that a thread converts
+constexpr int64_t kAlignment = 8;  // bytes
+// Stands for the copy of q in a plan, which reads and writes nothing.
+float* const kNowhere = reinterpret_cast<float*>(uintptr_t{256});
 constexpr int64_t kMostRows = int64_t{1} << 29;
 
 // Floats of the copy of q, a multiple of 16 bytes.
@@ -36,7 +38,7 @@ Status check_layout(const Argument& q) {
     aligned = aligned && (view.shape[i] == 1 || view.strides[i] % kAlignment == 0);
   }
   if (aligned) return Status();
-  return unsupported(q, "start at a multiple of 16 bytes, with strides that are too", strides);
+  return unsupported(q, "start at a multiple of 8 bytes, with strides that are too", strides);
 }
 
 }  // namespace
@@ -96,7 +98,7 @@ WideQueries::WideQueries(const PagedAttentionCall& call, float* memory)
     }
   }
   args_.q_scale = static_cast<const float*>(call.q_scale->data);
-  args_.factors = memory == nullptr ? nullptr : memory + copy_floats(from_);
+  args_.factors = memory + copy_floats(from_);
   factors_shape_[0] = kv_heads, factors_strides_[0] = 1;
   factors_ = *call.q_scale;
   factors_.data = args_.factors;
@@ -109,7 +111,7 @@ WideQueries::WideQueries(const PagedAttentionCall& call, float* memory)
 Status paged_queries_plan(const PagedAttentionCall& call, int multiprocessors,
                           PagedAttentionPlan* plan) {
   TIERCEL_RETURN_IF_ERROR(check_paged_queries(call));
-  const WideQueries wide(call, nullptr);
+  const WideQueries wide(call, kNowhere);
   TIERCEL_RETURN_IF_ERROR(paged_attention_plan(wide.call(), multiprocessors, plan));
   if (plan->block == 0) return Status();
   plan->convert = queries_kernel().name();

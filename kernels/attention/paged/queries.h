@@ -37,7 +37,7 @@ const PagedQueriesKernel* paged_queries_kernels(int* count);
 // Checks what a call of 16-bit queries does not: the types of float8 queries, and their layout.
 Status check_paged_queries(const PagedAttentionCall& call);
 
-// A call whose q is float8, with q in bfloat16 and the factors at `memory`, or at no place yet.
+// A call whose q is float8, with q in bfloat16 and the factors at `memory`.
 class WideQueries {
  public:
   WideQueries(const PagedAttentionCall& call, float* memory);

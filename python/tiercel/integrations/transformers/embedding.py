@@ -104,6 +104,15 @@ def _trains(ids: Tensor, weight: Any) -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
+def _is_transformed(*grads: Tensor | None) -> bool:
+    """Whether gradients are differentiated, or vectorized: by functorch or by `is_grads_batched`,
+    whose tensors have no memory that a kernel can read."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(grad is not None and batched(grad) for grad in grads)
+
+
 class _Rows(torch.autograd.Function):
     """Rows of a table, and the table, for another use of it whose gradient then comes here."""
 
@@ -123,7 +132,7 @@ class _Rows(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         count, width = ctx.table
         # PyTorch's operator can be differentiated, for gradients of gradients, and vectorized.
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if _is_transformed(grad, of_table):
             padding = -1 if ctx.padding is None else ctx.padding
             own = torch.ops.aten.embedding_dense_backward(grad, ids, count, padding, False)
             return None, own if of_table is None else own + of_table, None

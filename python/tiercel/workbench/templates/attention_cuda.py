@@ -16,14 +16,14 @@ CODE = r"""
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
-constexpr int kMost = 256 / 32;  // of depth, for each lane
+constexpr int kMost = 256 / 32;  // of depth and width, for each lane
 
 // One warp a query of one head: key after key, with a running maximum and sum.
 template <typename T>
 __global__ void attention(const T* q, const T* k, const T* v, T* out, float* lse,
                           const float* sinks, int queries, int keys, int heads, int shared,
-                          int depth, float scale, float softcap, int left, int right,
-                          long q_batch, long q_row, long q_head, long q_step,
+                          int depth, int width, float scale, float softcap, int left,
+                          int right, long q_batch, long q_row, long q_head, long q_step,
                           long k_batch, long k_row, long k_head, long k_step, long v_batch,
                           long v_row, long v_head, long v_step) {
   const int query = blockIdx.x * blockDim.y + threadIdx.y, lane = threadIdx.x;
@@ -61,7 +61,7 @@ __global__ void attention(const T* q, const T* k, const T* v, T* out, float* lse
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       const int d = lane + 32 * i;
-      if (d < depth) sums[i] = sums[i] * shrink + weight * float(v[key * v_row + d * v_step]);
+      if (d < width) sums[i] = sums[i] * shrink + weight * float(v[key * v_row + d * v_step]);
     }
   }
 
@@ -77,11 +77,11 @@ __global__ void attention(const T* q, const T* k, const T* v, T* out, float* lse
 
   // A query that sees no key: 0, and the logarithm of nothing.
   const bool blind = total == 0.0f;
-  out += ((batch * queries + query) * heads + head) * depth;
+  out += ((batch * queries + query) * heads + head) * width;
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
     const int d = lane + 32 * i;
-    if (d < depth) out[d] = T(blind ? 0.0f : sums[i] / total);
+    if (d < width) out[d] = T(blind ? 0.0f : sums[i] / total);
   }
   if (lane == 0) {
     lse[(batch * heads + head) * queries + query] = blind ? -CUDART_INF_F : largest + logf(total);
@@ -106,18 +106,19 @@ KERNELS = dict(zip(CPP, tiercel.jit.cuda(CODE, NAMES), strict=True))
 def new_kernel(
     q: Queries,  # [B, Sq, H, D] bfloat16 or float16, any strides
     k: Keys,  # [B, Sk, Hk, D], the same dtype; H is a multiple of Hk
-    v: Values,  # [B, Sk, Hk, D]
+    v: Values,  # [B, Sk, Hk, Dv]
     causal: bool,
     window: tuple[int, int] | None,  # keys before and after a query's own; -1 is no limit
     scale: float | None,
     softcap: float | None,
     sinks: Sinks,  # [H] float32, one more score of each head in the softmax's sum, or None
     return_lse: bool,  # always true
-) -> tuple[Attended, LogSums]:  # [B, Sq, H, D], the dtype of q, and [B, H, Sq] float32
+) -> tuple[Attended, LogSums]:  # [B, Sq, H, Dv], the dtype of q, and [B, H, Sq] float32
     batches, queries, heads, depth = q.shape
-    if depth > MOST_DEPTH:
-        raise NotImplementedError(f"heads of at most {MOST_DEPTH}, got {depth}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    width = v.shape[3]
+    if max(depth, width) > MOST_DEPTH:
+        raise NotImplementedError(f"heads of at most {MOST_DEPTH}, got {depth} and {width}")
+    out = torch.empty(batches, queries, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batches, heads, queries, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
@@ -136,6 +137,7 @@ def new_kernel(
         heads,
         heads // max(k.shape[2], 1),
         depth,
+        width,
         depth**-0.5 if scale is None else scale,
         0.0 if softcap is None else softcap,
         left,

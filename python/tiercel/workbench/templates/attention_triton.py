@@ -27,6 +27,7 @@ def new_kernel_kernel(
     heads,
     shared,  # heads of queries that share one of keys
     depth,
+    width,  # of values
     scale,
     softcap,
     left,  # how far back a query sees
@@ -50,6 +51,7 @@ def new_kernel_kernel(
     tile_queries: tl.constexpr,
     tile_keys: tl.constexpr,
     padded: tl.constexpr,  # depth, as a power of two
+    padded_width: tl.constexpr,
 ):
     """A tile of one head's queries a program, over all keys that it sees."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -57,6 +59,7 @@ def new_kernel_kernel(
     first = tl.program_id(0) * tile_queries
     m = (first + tl.arange(0, tile_queries)).to(tl.int64)
     d = tl.arange(0, padded).to(tl.int64)
+    e = tl.arange(0, padded_width).to(tl.int64)
     q += batch * q_batch + head * q_head
     k += batch * k_batch + head // shared * k_head
     v += batch * v_batch + head // shared * v_head
@@ -68,7 +71,7 @@ def new_kernel_kernel(
     if has_right:
         end = tl.minimum(keys, first + tile_queries + keys - queries + right)
 
-    sums = tl.zeros((tile_queries, padded), dtype=tl.float32)
+    sums = tl.zeros((tile_queries, padded_width), dtype=tl.float32)
     total = tl.zeros((tile_queries,), dtype=tl.float32)
     largest = tl.full((tile_queries,), -float("inf"), dtype=tl.float32)
     for start in range(0, end, tile_keys):
@@ -90,7 +93,8 @@ def new_kernel_kernel(
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(before - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        v_tile = tl.load(v + n[:, None] * v_row + d[None, :] * v_step, mask=there, other=0.0)
+        there = (n[:, None] < keys) & (e[None, :] < width)
+        v_tile = tl.load(v + n[:, None] * v_row + e[None, :] * v_step, mask=there, other=0.0)
         sums = sums * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile)
 
     if has_sinks:  # one more score, which no value belongs to
@@ -105,8 +109,9 @@ def new_kernel_kernel(
     # A query that sees no key: 0, and the logarithm of nothing.
     blind = total == 0.0
     result = sums / tl.where(blind, 1.0, total)[:, None]
-    out += batch * queries * heads * depth + head * depth
-    at = out + m[:, None] * heads * depth + d[None, :]
+    out += batch * queries * heads * width + head * width
+    at = out + m[:, None] * heads * width + e[None, :]
+    used = (m[:, None] < queries) & (e[None, :] < width)
     tl.store(at, result.to(out.dtype.element_ty), mask=used)
     logarithm = tl.where(blind, -float("inf"), largest + tl.log(tl.where(blind, 1.0, total)))
     tl.store(lse + (batch * heads + head) * queries + m, logarithm, mask=m < queries)
@@ -121,17 +126,17 @@ def new_kernel_kernel(
 def new_kernel(
     q: Queries,  # [B, Sq, H, D] bfloat16 or float16, any strides
     k: Keys,  # [B, Sk, Hk, D], the same dtype; H is a multiple of Hk
-    v: Values,  # [B, Sk, Hk, D]
+    v: Values,  # [B, Sk, Hk, Dv]
     causal: bool,
     window: tuple[int, int] | None,  # keys before and after a query's own; -1 is no limit
     scale: float | None,
     softcap: float | None,
     sinks: Sinks,  # [H] float32, one more score of each head in the softmax's sum, or None
     return_lse: bool,  # always true
-) -> tuple[Attended, LogSums]:  # [B, Sq, H, D], the dtype of q, and [B, H, Sq] float32
+) -> tuple[Attended, LogSums]:  # [B, Sq, H, Dv], the dtype of q, and [B, H, Sq] float32
     batches, queries, heads, depth = q.shape
-    keys = k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    keys, width = k.shape[1], v.shape[3]
+    out = torch.empty(batches, queries, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batches, heads, queries, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
@@ -150,6 +155,7 @@ def new_kernel(
         heads,
         heads // max(k.shape[2], 1),
         depth,
+        width,
         depth**-0.5 if scale is None else scale,
         0.0 if softcap is None else softcap,
         left,
@@ -164,5 +170,6 @@ def new_kernel(
         tile_queries=tile,
         tile_keys=tile,
         padded=max(triton.next_power_of_2(depth), 16),
+        padded_width=max(triton.next_power_of_2(width), 16),
     )
     return out, lse
