@@ -490,17 +490,3 @@ def test_contents_that_are_no_places_on_ref():
     beyond = groups(offsets=torch.tensor([-5, 4, 2**40]))
     nearest = beyond | {"offsets": int32(0, 4, 9)}
     assert torch.equal(tiercel.grouped_gemm(**beyond), tiercel.grouped_gemm(**nearest))
-
-
-def test_a_cache_without_rows():
-    with pytest.raises(ValueError, match=r"`cos_sin_cache` must have at least one row, got .0, 8."):
-        tiercel.rotary_embedding(**rotary(cos_sin_cache=torch.zeros(0, 8)))
-    nobody = rotary(
-        positions=int32(),
-        q=torch.zeros(0, 2, 8),
-        k=torch.zeros(0, 1, 8),
-        cos_sin_cache=torch.zeros(0, 8),
-    )
-    assert tiercel.rotary_embedding(**nobody)[0].shape == (0, 2, 8)
-    still = rotary(cos_sin_cache=torch.zeros(0, 0))
-    assert torch.equal(tiercel.rotary_embedding(**still)[0], still["q"])

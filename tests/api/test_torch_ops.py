@@ -52,6 +52,7 @@ ELSEWHERE_OF = {
     "fp8_linear_weight_grad": {"total"},
     "fp8_quantize": {"scale"},
     "grouped_gemm": {"counts", "expected_rows", "w_scale", "x_scale"},
+    "gated_linear": {"weight_scale", "x_scale"},
     "gated_delta_rule": {"output_final_state"},
     "layer_norm": {"residual"},
     "rms_norm": {"residual"},

@@ -410,7 +410,7 @@ def test_the_protocol_of_an_op(op):
             base, spec = typing.get_args(hints.pop(argument.name))
             assert base == (torch.Tensor | None if argument.optional else torch.Tensor)
             assert (spec.name, spec.dims) == (argument.name, argument.dims)
-    plain = {int, bool, str, float, torch.dtype, type(None), tuple[int, int]}
+    plain = {int, bool, str, float, torch.dtype, type(None), tuple[int, int], tuple[int, int, int]}
     for hint in hints.values():
         assert {hint} <= plain or set(typing.get_args(hint)) <= plain
     if op == "rms_norm":

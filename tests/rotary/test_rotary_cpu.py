@@ -128,3 +128,13 @@ def test_kv_cache_errors():
         tiercel.kv_cache_write(
             key, key, *caches(torch.float8_e4m3fn), slots, value_scale=torch.ones(3)
         )
+
+
+def test_a_cache_without_rows():
+    positions, q, k, _, _ = make()
+    with pytest.raises(ValueError, match=r"`cos_sin_cache` must have at least one row, got .0, 8."):
+        tiercel.rotary_embedding(positions, q, k, torch.zeros(0, 8))
+    nobody = tiercel.rotary_embedding(positions[:0], q[:0], k[:0], torch.zeros(0, 8))
+    assert nobody[0].shape == (0, 3, 8)
+    still = tiercel.rotary_embedding(positions, q, k, torch.zeros(0, 0))
+    assert torch.equal(still[0], q)

@@ -61,7 +61,10 @@ def cases(op):
 
 
 def _repeated(tensor, spec, dims, tokens):
-    for place, name in enumerate(spec.dims):
+    named = spec.dims
+    if spec.name == "positions":  # [3, tokens] too
+        named = ("",) * (tensor.dim() - 1) + dims[:1]
+    for place, name in enumerate(named):
         if name in dims:
             rows = torch.arange(tokens, device=tensor.device) % tensor.shape[place]
             wide = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
