@@ -116,7 +116,7 @@ def test_manifest():
     kernels = manifest["kernels"]
     assert len({kernel["name"] for kernel in kernels}) == len(kernels)
     # The family's share of the wheel; what is rarely used belongs to JIT.
-    assert sum(kernel["bytes"] for kernel in kernels) <= 4_100_000
+    assert sum(kernel["bytes"] for kernel in kernels) <= 4_250_000
     for kernel in kernels:
         assert kernel["dynamic_smem"] <= 227 * 1024
         ends = [(p["offset"], p["offset"] + p["size"]) for p in kernel["parameters"]]
