@@ -19,7 +19,7 @@ def make(request):
     [
         (64, 1, "decode_attention<BFloat16, float8=true"),
         (64, 900, "attention_paged_bf16_d64_causal"),
-        (256, 900, "attention_paged_bf16_d256_causal_float8"),
+        (256, 900, "attention_paged_bf16_d256_window_float8"),
         (72, 1, "attention_paged_bf16_d128_causal"),
         (72, 900, "attention_paged_bf16_d128_causal"),
         (512, 1, "attention_paged_wide<BFloat16, float8=true>"),

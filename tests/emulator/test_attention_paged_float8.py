@@ -93,7 +93,7 @@ def test_256_columns(page, multiprocessors):
     given = make_float8([(150, 210), (0, 40), (70, 300)], d=256, page=page)
     with running(multiprocessors=multiprocessors):
         got = plan(given)
-        assert got["kernel"] == "attention_paged_bf16_d256_causal_float8"
+        assert got["kernel"] == "attention_paged_bf16_d256_window_float8"
         assert (got["widen"] != "none") == (multiprocessors == 1)
         check(given, **SCALES)
         bits_of_16_bits(given)
@@ -156,7 +156,7 @@ Q_SCALE = torch.tensor([0.25])
     [
         ([(1, 77), (3, 20), (0, 5)], 128, "decode_attention<BFloat16, float8=true"),
         ([(150, 210), (33, 33)], 64, "attention_paged_bf16_d64_causal"),
-        ([(150, 210), (0, 3)], 200, "attention_paged_bf16_d256_causal_float8"),
+        ([(150, 210), (0, 3)], 200, "attention_paged_bf16_d256_window_float8"),
         ([(20, 70), (1, 9)], 264, "attention_paged_wide<BFloat16, float8=true>"),
     ],
 )

@@ -39,7 +39,6 @@ EXPECTED = [
     "nvfp4_gemv",
     "nvfp4_linear",
     "nvfp4_quantize",
-    "qk_norm_rope_cache",
     "relu",
     "relu_and_mul",
     "rms_norm",

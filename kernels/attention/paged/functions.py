@@ -115,7 +115,7 @@ def functions():
         function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS
     ]
     built += [
-        function(dtype, _TILES[-1], *kind, float8=True) for dtype in _DTYPES for kind in _KINDS
+        function(dtype, _TILES[-1], *kind, float8=True) for dtype in _DTYPES for kind in _KINDS[1:]
     ]
     return [
         *built,

@@ -60,7 +60,7 @@ _LOADERS = 8  # their named barrier
 BY_ENGINE, BY_LANES, BY_WIDENING, FROM_COPIES = range(4)
 
 _PAGE = 128  # keys of a page of the copies; wide heads have two blocks of it
-_CHUNKS = 16  # of 8 float8, that a lane loads at once for copies
+_CHUNKS = 8  # of 8 float8, that a lane loads at once for copies
 
 # Row numbers of no sequence; sums with lengths and windows fit 32 bits.
 _NO_ROW = 1 << 28

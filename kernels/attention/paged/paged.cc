@@ -31,10 +31,11 @@ constexpr int64_t kMostStep = 0x7fffffff;
 constexpr int64_t kMostTiles = int64_t{1} << 22;  // of a key head: kernel.py's _NO_TILE
 constexpr int64_t kRows = 64;                     // of a warpgroup
 constexpr int64_t kWarpgroups = 2;
-constexpr int64_t kMostCopies = 8;   // of the engine, for a block of keys: more start too slowly
-constexpr int64_t kColumns = 64;     // of a copy
-constexpr int64_t kVector = 8;       // elements of out in 16 bytes
-constexpr int64_t kLaneWidens = 16;  // columns of a float8 cache that a lane converts in a tile
+constexpr int64_t kMostCopies = 8;    // of the engine, for a block of keys: more start too slowly
+constexpr int64_t kColumns = 64;      // of a copy
+constexpr int64_t kVector = 8;        // elements of out in 16 bytes
+constexpr int64_t kMostOfBoth = 128;  // head dimension of kernels for all caches
+constexpr int64_t kLaneWidens = 16;   // columns of a float8 cache that a lane converts in a tile
 
 Status check_steps(const Argument& argument) {
   const TensorView& view = argument.view;
@@ -207,12 +208,13 @@ struct Choice {
 };
 
 // kernel.py's kernel for head dimensions, a mask and a cap. Small head dimensions have one for all
-// caches.
+// caches. A causal kernel of wide ones over float8 caches would spill: they have those of windows.
 const AttentionPagedKernel* find_kernel(const PagedAttentionCall& call, bool chained, bool tree) {
   const AttentionOptions& options = call.options;
   const bool capped = options.softcap != 0.0;
   const bool float8 = is_float8(*call.k_cache);
-  const bool causal = !capped && options.left < 0 && options.right == 0 && call.prefix == nullptr;
+  const bool causal = !capped && options.left < 0 && options.right == 0 && call.prefix == nullptr &&
+                      !(float8 && call.widest() > kMostOfBoth);
   const AttentionPagedKernel* found = nullptr;
   int count = 0;
   const AttentionPagedKernel* kernels = attention_paged_kernels(&count);
