@@ -132,7 +132,7 @@ PyObject* RunLaunch(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return result;
 }
 
-// Whether the arguments can be read without Python.
+// True if the arguments can be read without Python.
 template <const auto& kParameters>
 constexpr bool IsNative() {
   for (size_t i = 0; i < kParameters.count; ++i) {

@@ -186,7 +186,7 @@ PREFIXES = [(1, 777), (150, 210), (0, 40), (3, 3), (700, 1500), (20, 148)]
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("options", [{}, {"window": (-1, 3), "causal": False}, {"softcap": 5.0}])
 def test_prefixes(d, dtype, options):
-    """Of 16-bit caches too, for which there is no other file."""
+    """16-bit caches too, for which there is no other file."""
     if dtype == FLOAT8:
         given = draw(PREFIXES, (8, 2), d=d)
     else:

@@ -72,7 +72,7 @@ def layer_normed(x, weight, bias, eps=1e-5):
 
 
 def assert_near(q, scale, values, granularity):
-    """As assert_right, where a sum may cancel: float32's rounding of its terms, of a few units."""
+    """assert_right for a sum that may cancel: float32's rounding of its terms, of a few units."""
     columns = q.shape[1]
     each = scale.double().repeat_interleave(128 if scale.shape[1] > 1 else columns, 1)[:, :columns]
     if granularity != "tensor":

@@ -50,7 +50,7 @@ class PrefixAttention(PagedAttention):
         return prefix
 
     def least_blocks(self):
-        """Of the sequence read last."""
+        """The prefix of the sequence that was read last."""
         return cutlass.max(cute.ceil_div(self.latest, self.tile_n), 1)
 
     def keys_of(self, rows, keys, queries):

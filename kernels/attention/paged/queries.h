@@ -60,7 +60,7 @@ class WideQueries {
   PagedQueriesArgs args_{};
 };
 
-// As paged_attention_plan, of float8 queries.
+// paged_attention_plan for float8 queries.
 Status paged_queries_plan(const PagedAttentionCall& call, int multiprocessors,
                           PagedAttentionPlan* plan);
 
@@ -70,7 +70,7 @@ class PagedQueriesLaunch {
   // For the tensors' device; launches nothing.
   Status prepare(const PagedAttentionCall& call);
 
-  // As PagedAttentionLaunch has it.
+  // See PagedAttentionLaunch.
   int64_t workspace() const { return workspace_; }
 
   // On `stream`, a CUstream; `workspace` starts at a multiple of 16 bytes.

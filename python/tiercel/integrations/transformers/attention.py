@@ -18,7 +18,7 @@ from tiercel.integrations.transformers.masks import Mask
 # A keyword that `apply` adds to a forward without position ids.
 ONE_SEQUENCE = "tiercel_one_sequence"
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-# What a model may ask of attention that Tiercel lacks, and sdpa too but for a bias.
+# Arguments of attention that Tiercel lacks, and sdpa too but for a bias.
 _UNSUPPORTED = (
     "output_attentions",
     "position_bias",

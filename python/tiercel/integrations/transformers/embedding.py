@@ -105,7 +105,7 @@ def _trains(ids: Tensor, weight: Any) -> bool:
 
 
 def _is_transformed(*grads: Tensor | None) -> bool:
-    """Whether gradients are differentiated, or vectorized: by functorch or by `is_grads_batched`,
+    """True if gradients are differentiated, or vectorized: by functorch or by `is_grads_batched`,
     whose tensors have no memory that a kernel can read."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return True

@@ -105,7 +105,7 @@ class _Entropies:
         self._by = getattr(call, "entropy_scale", None)
 
     def arguments(self, at: slice) -> tuple[Tensor | None, ...]:
-        """What a launch takes of a chunk, behind its options."""
+        """A launch's arguments for a chunk, behind its options."""
         if not self._wanted:
             return ()
         return self.found[at], None if self._by is None else self._by[at]

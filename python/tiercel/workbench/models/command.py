@@ -84,7 +84,7 @@ def _case(phase: str, text: str) -> run.Case:
     return run.Case(phase, int(batch), int(tokens))
 
 
-# Of Liger: "0" leaves its experts' kernels one configuration each. With a choice it compiles and
+# Liger's: "0" leaves its experts' kernels one configuration each. With a choice it compiles and
 # times 240 of them at the first call, for minutes.
 _LIGER_TUNES = "LIGER_FUSED_MOE_AUTOTUNE"
 
