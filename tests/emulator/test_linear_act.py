@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.activation_truth import value
 from support.emulator import kernels, options
+from support.float8 import dequantized
 from torch.nn import functional
 
 import tiercel
@@ -250,9 +251,8 @@ def block_scaled(m, n, k):
     for rows, down in ((m, 1), (n, 128)):
         values = torch.randn(rows, k, generator=generator).to(torch.float8_e4m3fn)
         scale = torch.rand(-(-rows // down), -(-k // 128), generator=generator) * k**-0.25
-        of_values = scale.double().repeat_interleave(down, 0).repeat_interleave(128, 1)
         made.append((values, scale))
-        wide.append(values.double() * of_values[:rows, :k])
+        wide.append(dequantized(values, scale, down))
     (x, x_scale), (w, w_scale) = made
     return x, w, x_scale, w_scale, torch.randn(n, generator=generator).bfloat16(), *wide
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops as native functions of torch's dispatcher, without Python: on the emulator.
 
-Where they are called tiercel is not imported: by a C++ program, and by Python that loads the
-extension module as such a program does.
+The callers do not import tiercel: they are a C++ program, and Python that loads the extension
+module as such a program does.
 """
 
 import importlib.util

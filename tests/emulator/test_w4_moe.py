@@ -4,7 +4,7 @@
 import pytest
 import torch
 from support.emulator import kernels, options, sm90
-from support.w4_weights import FORMATS, Experts, gate, halves
+from support.w4_weights import FORMATS, Experts, gate, gated
 
 from tiercel import ref
 from tiercel.ops.moe.spec import W4_ACTIVATIONS as ACTIVATIONS
@@ -41,8 +41,8 @@ def check(
     **values,
 ):
     """Both products, each against float64 of its own operands. `block` 0: without a routing."""
-    gated = activation != "relu_squared"
-    up = Experts(layout, experts, inner * (1 + gated), hidden, dtype, "cpu")
+    parts = 1 if activation == "relu_squared" else 2
+    up = Experts(layout, experts, inner * parts, hidden, dtype, "cpu")
     down = Experts(layout, experts, hidden, inner, dtype, "cpu")
     x = torch.randn(tokens, hidden).to(dtype)
     ids = torch.rand(tokens, experts).topk(k).indices
@@ -59,13 +59,9 @@ def check(
         if not 0 <= expert < experts:
             assert not out[element].any()
             continue
-        sums, terms = up.product(x[element // k], expert)
-        due = gate(sums, activation, interleaved, alpha, limit)
-        magnitudes = 2 * sums.abs() * terms
-        if gated:  # slopes are below 1.2
-            (a, b), (of_a, of_b) = halves(sums, interleaved), halves(terms, interleaved)
-            magnitudes = 1.2 * (b.abs() + 1) * of_a + a.abs() * of_b
-        assert_close(middle[element], due, magnitudes)
+        product = up.product(x[element // k], expert)
+        due = gated(*product, activation, interleaved, alpha, limit)
+        assert_close(middle[element], *due)
         assert_close(out[element], *down.product(middle[element], expert))
 
 

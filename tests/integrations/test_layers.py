@@ -55,9 +55,11 @@ def test_a_model(name, checkpoints, device, monkeypatch):
     base = transformers.modeling_layers.GradientCheckpointingLayer
     by_call = "__call__" in vars(base)
     assert len(added) == (2 if checkpoints is None else 4 if by_call else 0)
+    # A GPU's sums for the 16 weights of a norm have another order than in the usual model.
+    most = 1.25 if device == "cpu" else 1.5
     for mine, theirs, right in zip(*(m.parameters() for m in (ours, usual, wide)), strict=True):
         errors = [(p.grad.float() - right.grad).norm() for p in (mine, theirs)]
-        assert errors[0] <= 1.5 * errors[1] + 2e-3 * right.grad.norm()
+        assert errors[0] <= most * errors[1] + 2e-3 * right.grad.norm()
 
 
 def one_layer(name="Llama"):

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.float8 import dequantized
 from torch.nn import functional
 
 import tiercel
@@ -15,13 +16,6 @@ ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
-
-
-def dequantized(values, scale, down):
-    """In float64."""
-    rows, columns = values.shape
-    scale = scale.double().repeat_interleave(down, 0).repeat_interleave(128, 1)
-    return values.double() * scale[:rows, :columns]
 
 
 def layer(m, n, k, with_bias=True):

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.float8 import dequantized
 from torch.nn import functional
 
 import tiercel
@@ -10,13 +11,6 @@ import tiercel
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("on_ref")]
 
 M, N, K = 5, 256, 304
-
-
-def dequantized(values, scale, down):
-    """In float64."""
-    rows, columns = values.shape
-    scale = scale.double().repeat_interleave(down, 0).repeat_interleave(128, 1)
-    return values.double() * scale[:rows, :columns]
 
 
 def weights(rows, columns, seed=3):

@@ -101,6 +101,16 @@ def halves(sums, interleaved):
     return (sums[..., 0::2], sums[..., 1::2]) if interleaved else sums.chunk(2, dim=-1)
 
 
+def gated(sums, terms, activation, interleaved, alpha, limit):
+    """The activations of w4_moe, and by how much they multiply an error of `sums` that is a part of
+    `terms`: slopes are below 1.2."""
+    due = gate(sums, activation, interleaved, alpha, limit)
+    if activation == "relu_squared":
+        return due, 2 * sums.abs() * terms
+    (a, b), (of_a, of_b) = halves(sums, interleaved), halves(terms, interleaved)
+    return due, 1.2 * (b.abs() + 1) * of_a + a.abs() * of_b
+
+
 def gate(sums, activation, interleaved, alpha, limit):
     """The activations of w4_moe in float64."""
     functional = torch.nn.functional

@@ -92,20 +92,23 @@ def _block_scale_shapes(x: Any, weight: Any) -> tuple[tuple[Any, ...], tuple[Any
     return ((*batch, across), (math.prod(batch), across)), (down, across)
 
 
+def _check_block_scales(op: str, call: Call, rows_text: str) -> None:
+    x_shapes, w_shape = _block_scale_shapes(call.x, call.weight)
+    for name, shapes, text in (
+        ("x_scale", x_shapes, "[M, K / 128]"),
+        ("weight_scale", (w_shape,), f"[{rows_text} / 128, K / 128]"),
+    ):
+        shape = tuple(getattr(call, name).shape)
+        if shape not in shapes:
+            raise ValueError(
+                f"{op}: `{name}` must have shape {text} = {list(shapes[-1])}, got {list(shape)}"
+            )
+
+
 def _check_scales(call: Call) -> None:
     rows, columns = math.prod(call.x.shape[:-1]), call.weight.shape[0]
     if has_block_scales(call.x, call.weight, call.x_scale, call.weight_scale):
-        x_shapes, w_shape = _block_scale_shapes(call.x, call.weight)
-        for name, shapes, text in (
-            ("x_scale", x_shapes, "[M, K / 128]"),
-            ("weight_scale", (w_shape,), "[N / 128, K / 128]"),
-        ):
-            shape = tuple(getattr(call, name).shape)
-            if shape not in shapes:
-                raise ValueError(
-                    f"fp8_linear: `{name}` must have shape {text} = {list(shapes[-1])}, "
-                    f"got {list(shape)}"
-                )
+        _check_block_scales("fp8_linear", call, "N")
         return
     for name, count, letter in (("x_scale", rows, "M"), ("weight_scale", columns, "N")):
         scale = getattr(call, name)
@@ -203,17 +206,7 @@ FP8_LINEAR_TRAINING = Spec(
 
 def _check_gated_blocks(call: Call) -> None:
     _check_halves(call)
-    x_shapes, w_shape = _block_scale_shapes(call.x, call.weight)
-    for name, shapes, text in (
-        ("x_scale", x_shapes, "[M, K / 128]"),
-        ("weight_scale", (w_shape,), "[2N / 128, K / 128]"),
-    ):
-        shape = tuple(getattr(call, name).shape)
-        if shape not in shapes:
-            raise ValueError(
-                f"gated_linear: `{name}` must have shape {text} = {list(shapes[-1])}, "
-                f"got {list(shape)}"
-            )
+    _check_block_scales("gated_linear", call, "2N")
 
 
 # gated_linear of float8 operands with scales of blocks.

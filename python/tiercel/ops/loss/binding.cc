@@ -20,7 +20,7 @@ constexpr Field<CrossEntropyCall> kFields[] = {
 };
 constexpr Parameters<CrossEntropyCall> kCrossEntropy{"cross_entropy", kFields};
 
-// Likewise, with the entropy of each row.
+// The fields of cross_entropy, and the entropy of each row.
 constexpr Field<CrossEntropyCall> kEntropyFields[] = {
     Tensor<&CrossEntropyCall::logits>("logits"),
     Tensor<&CrossEntropyCall::target>("target"),

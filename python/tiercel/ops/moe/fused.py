@@ -61,8 +61,8 @@ def _in_order(block: int, down_scale: Tensor | None) -> bool:
 def _quantizes(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
     """True if moe_up's rows are quantised as they are stored: its tiles have their scales whole.
 
-    Smaller blocks round to 16 bits first, which the batch-invariant mode does for all numbers of
-    tokens."""
+    Its SiLU uses tanh.approx, and that of smaller blocks does not: the batch-invariant mode
+    quantises in a launch of its own."""
     if _C.batch_invariant():
         return False
     return block == 128 and spec.block_scaled(up_scale) and spec.block_scaled(down_scale)
