@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.emulator import kernels, options, plan, sm90
 from support.experts import expert_data
+from support.float8 import blocks
 from torch.nn import functional
 
 import tiercel
@@ -251,14 +252,6 @@ def check_float8(
         assert_rounded(out[element], due)
 
 
-def blocks(w):
-    """Scales of 128x128 values, drawn: their values do not matter here."""
-    sizes = (w.shape[0], -(-w.shape[1] // 128), w.shape[2] // 128)
-    scale = torch.rand(*sizes, generator=torch.Generator().manual_seed(4)) + 0.5
-    wide = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
-    return w.to(torch.float8_e4m3fn), scale, wide
-
-
 BLOCK_TILES = [(64, (128, 1)), (128, (256, 1))]
 
 
@@ -404,19 +397,17 @@ def test_float8_blocks_in_the_batch_invariant_mode(monkeypatch):
     (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
     stored, moe_up = [], kernels.moe_up
 
-    def noted(*arguments):
-        stored.append(arguments[6].dtype)
-        return moe_up(*arguments)
+    def noted(*given):
+        stored.append(given[6].dtype)
+        return moe_up(*given)
 
     monkeypatch.setattr(kernels, "moe_up", noted)
-
-    def run(rows):
-        given = (x[:rows], w_up, w_down, weights[:rows], ids[:rows])
-        return sm90("fused_moe")(*given, "silu", None, up_scale, down_scale, None)
-
+    more = ("silu", None, up_scale, down_scale, None)
+    of_few = (x[:40], w_up, w_down, weights[:40], ids[:40], *more)
     with tiercel.batch_invariant():
-        many, few = run(300), run(40)
-    run(300)
+        many = sm90("fused_moe")(x, w_up, w_down, weights, ids, *more)
+        few = sm90("fused_moe")(*of_few)
+    sm90("fused_moe")(x, w_up, w_down, weights, ids, *more)
     assert stored == [torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn]
     assert torch.equal(many[:40], few)
 
